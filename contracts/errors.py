@@ -1,0 +1,65 @@
+"""The one error shape of every endpoint: ``{"error": {"message", "type", "param", "code"}}``.
+
+The types and codes are those that OpenAI's SDK maps to its exception classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer that isn't 2xx: `status`, and the four fields of the body.
+
+    `message` names the field, the limit and the way out; it never holds a prompt or a key.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(404, message, type="not_found_error", param=param, code=code)
+
+
+def model_not_found(model: str) -> ApiError:
+    return not_found(
+        f"The model '{model[:200]}' does not exist here; GET /v1/models lists the models.", "model", "model_not_found"
+    )
+
+
+def unavailable(message: str, code: str, retry_after: float = 1, headers: dict[str, str] | None = None) -> ApiError:
+    """503 with Retry-After in whole seconds: try again, nothing was done."""
+    return ApiError(
+        503,
+        message,
+        type="service_unavailable_error",
+        code=code,
+        headers={"retry-after": str(max(1, round(retry_after))), **(headers or {})},
+    )
+
+
+def internal_error(message: str, code: str = "internal_error", status: int = 500) -> ApiError:
+    return ApiError(status, message, type="server_error", code=code)

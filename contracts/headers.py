@@ -1,0 +1,8 @@
+"""Header names that gateway and worker share, lower case as ASGI and HTTP/1.1 parsers give them."""
+
+REQUEST_ID = "x-request-id"
+SERVED_MODEL = "x-pagefleet-model"
+SERVED_TARGET = "x-pagefleet-target"  # slot.generation
+REFUSED = "x-pagefleet-refused"  # "draining": refused before admission, safe to retry elsewhere
+DRAINING = "draining"
+USER = "x-user-id"

@@ -1,0 +1,78 @@
+"""The worker's options: one model for the fleet file's `worker:` block and the worker's command line.
+
+Field names are vLLM's with underscores, so `max_num_seqs` is `--max-num-seqs` on the command line. The gateway validates
+the block with this model before it starts anything; the worker parses its flags with it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from contracts.units import ByteSize
+
+KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class WorkerOptions(BaseModel):
+    """Options that a person may set for one worker; defaults suit a small machine and are resolved at start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokenizer: str | None = Field(None, description="Directory or file of the tokenizer, if not the model's own.")
+    chat_template: str | None = Field(None, description="Path of a Jinja chat template, if not the model's own.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu.")
+    gpus: tuple[int, ...] = Field((), description="Indices of the GPUs this worker may use; empty: the first.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."
+    )
+    kv_cache_dtype: KvDtype = Field("auto", description="Elements of the KV cache; auto: same as dtype.")
+    max_model_len: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Longest prompt + answer in tokens; default: what the model was made for."
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="Most sequences in one step; default: 256 on a GPU, 64 on a CPU."
+    )
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        None, description="Token budget of one step; default: 8192 on a GPU, 512 on a CPU."
+    )
+    block_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens a KV page holds.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="Share of the card's memory for weights, activations and KV pages together."
+    )
+    gpu_memory: ByteSize | None = Field(None, description="The same as bytes, e.g. 20GiB; wins over the share.")
+    kv_cache_memory_bytes: ByteSize | None = Field(
+        None, description="Bytes for KV pages alone; default on a CPU: 1 GiB, on a GPU: what the budget leaves."
+    )
+    num_gpu_blocks_override: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="Exact number of KV pages, for tests; wins over everything."
+    )
+    enable_prefix_caching: bool = Field(True, description="Share pages between equal prompt prefixes.")
+    enable_chunked_prefill: bool = Field(
+        True, description="Split long prompts over steps; off: a prompt is prefilled in one step."
+    )
+    enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="Overrides the checkpoint's value.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of requests that bring none; also of random: weights.")
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="CPU threads of the engine; default: the cores this process may use."
+    )
+    max_waiting: Annotated[int, Field(ge=1)] = Field(
+        1024, description="Requests that may wait; beyond it 503 with Retry-After."
+    )
+    disable_log_stats: bool = Field(False, description="No periodic statistics line in the log.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WorkerOptions:
+        if (
+            not self.enable_chunked_prefill
+            and self.max_num_batched_tokens is not None
+            and self.max_model_len is not None
+            and self.max_num_batched_tokens < self.max_model_len
+        ):
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+                f"({self.max_model_len}) when enable_chunked_prefill is off"
+            )
+        return self

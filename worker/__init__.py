@@ -1,0 +1,26 @@
+"""One model, served: request → tokens. `from worker import LLM, SamplingParams` for offline use.
+
+Names are imported on first use, so that the server process never loads torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worker.llm import LLM as LLM
+    from worker.params import SamplingParams as SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from worker.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from worker.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(name)

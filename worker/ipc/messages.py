@@ -1,0 +1,117 @@
+"""What the server process and the engine process say to each other: at most one message per step each way.
+
+Encoded with msgpack (msgspec); plain values only, so neither side can make the other run code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from worker.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate. `n` answers are `n` requests; the prefix cache shares their prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int  # 64-bit; always set: the server draws one when the user gave none
+    cache_salt: str = ""
+    priority: int = 0  # lower runs first
+    arrival: float = 0.0  # time.monotonic() of the server: the clock is the machine's
+
+
+class ToEngine(msgspec.Struct, array_like=True):
+    """Everything that came in since the last message."""
+
+    submit: list[EngineRequest] = []
+    abort: list[str] = []
+    call: list[tuple[int, str]] = []  # (call id, operation): "reset_prefix_cache", "check_integrity", "ping"
+    shutdown: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the token taken (raw logits, float32), its rank from 1, and the likeliest others."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class RequestOutput(msgspec.Struct, array_like=True):
+    """What one step brought to one request. The last one carries `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None  # the token that ended it, when one did
+    error: str | None = None  # with finish_reason "error"
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    queue_time: float = 0.0  # seconds from arrival to its first step; set on its first output
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Gauges after a step, and counters since the engine started."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0  # held by sequences; cached pages nobody holds count as free
+    slots_taken: int = 0  # token slots in held pages ...
+    slots_filled: int = 0  # ... and how many of them hold a token: the rest is waste
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # of them found
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the engine resolved while it loaded."""
+
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """While loading: `phase` is "weights", "kv_cache" or "warm_up"; done of total in the phase's own unit."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine can't start or can't go on. `message` is for a person; the process ends after it."""
+
+    message: str
+
+
+class StepDone(msgspec.Struct, tag=True):
+    outputs: list[RequestOutput]
+    stats: EngineStats
+    replies: list[tuple[int, str]] = []  # (call id, result as text; "" = ok)
+
+
+FromEngine = Progress | Ready | Failed | StepDone

@@ -1,0 +1,128 @@
+"""SamplingParams: how one request's tokens are chosen. vLLM's names and meanings.
+
+The same object travels to the engine process (msgspec), so it holds plain values only. Bounds are checked on construction;
+the error names the field, the value and the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import msgspec
+
+MAX_N = 128
+MAX_STOP = 16
+MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+GREEDY_TEMPERATURE = 1e-5  # below it, arg max; the distribution would be one token to float32 anyway
+
+
+class ParamError(ValueError):
+    """A sampling parameter out of bounds; `param` is its name."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request.
+
+    Args:
+        n: answers per prompt, 1 to 128.
+        temperature: 0 to 2; below 1e-5 is greedy.
+        top_p: smallest set of tokens whose probabilities sum to at least this, (0, 1].
+        top_k: most likely tokens kept; 0 or -1 keeps all.
+        min_p: tokens less likely than min_p times the likeliest are dropped, [0, 1].
+        seed: same seed, prompt and parameters, same tokens, whatever else runs.
+        max_tokens: most tokens generated; None: what max_model_len leaves.
+        min_tokens: end-of-sequence and stop tokens are masked before this many.
+        stop: strings that end the answer; they are not part of it unless include_stop_str_in_output.
+        stop_token_ids: tokens that end the answer.
+        ignore_eos: go on after the end-of-sequence token.
+        repetition_penalty: over prompt and output, (0, 2]; 1 is none (CTRL, arXiv 1909.05858).
+        presence_penalty, frequency_penalty: over the output, -2 to 2.
+        logit_bias: token id -> addend, -100 to 100.
+        logprobs: number of alternatives reported a token, 0 to 20; None: none at all.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        elif not isinstance(self.stop, tuple):
+            msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
+        if not isinstance(self.stop_token_ids, tuple):
+            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_int("n", self.n, 1, MAX_N)
+        self._check_float("temperature", self.temperature, 0.0, 2.0)
+        self._check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        self._check_int("top_k", self.top_k, -1, 1 << 31)
+        self._check_float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            self._check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            self._check_int("max_tokens", self.max_tokens, 1, 1 << 31)
+        self._check_int("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if len(self.stop) > MAX_STOP:
+            _fail("stop", f"stop may hold at most {MAX_STOP} strings, not {len(self.stop)}")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                _fail("stop", f"each stop string must have 1 to {MAX_STOP_LENGTH} characters")
+        if len(self.stop_token_ids) > MAX_STOP * 16:
+            _fail("stop_token_ids", f"stop_token_ids may hold at most {MAX_STOP * 16} ids")
+        for token in self.stop_token_ids:
+            self._check_int("stop_token_ids", token, 0, 1 << 31)
+        self._check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            _fail("logit_bias", f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            self._check_int("logit_bias", token, 0, 1 << 31)
+            self._check_float("logit_bias", bias, -100.0, 100.0)
+        if self.logprobs is not None:
+            self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @staticmethod
+    def _check_int(name: str, value: object, low: int, high: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            _fail(name, f"{name} must be a whole number from {low} to {high}, not {value!r}")
+
+    @staticmethod
+    def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not ok or not (low < value if low_open else low <= value) or not value <= high:  # type: ignore[operator]
+            bound = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
+            _fail(name, f"{name} must be {bound}, not {value!r}")
+
+
+def _fail(param: str, message: str) -> NoReturn:
+    raise ParamError(param, message)
