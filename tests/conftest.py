@@ -1,0 +1,47 @@
+"""Shared fixtures. What a test needs and can't get is skipped with one visible line; PAGEFLEET_FORBID_SKIP=1 makes that a failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_MODEL = Path(os.environ.get("PAGEFLEET_DEMO_MODEL", ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+
+
+def _missing(item: pytest.Item) -> str | None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+    if item.get_closest_marker("model") and not DEMO_MODEL.exists():
+        return f"no demo model at {DEMO_MODEL}; `make model` fetches it"
+    for marker, program in (("redis", "redis-server"), ("nginx", "nginx")):
+        if item.get_closest_marker(marker) and shutil.which(program) is None:
+            return f"{program} is not installed"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = _missing(item)
+    if reason is None:
+        return
+    if os.environ.get("PAGEFLEET_FORBID_SKIP") and not item.get_closest_marker("gpu"):
+        pytest.fail(f"skipping is forbidden here: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Path of SmolLM2-135M-Instruct as GGUF; use with the marker `model`."""
+    return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def reference_tokens() -> Path:
+    """Greedy float32 tokens of the demo model by transformers, eight prompts of 64 tokens."""
+    return ROOT / "tests" / "data" / "smollm2-greedy-fp32.json"
