@@ -1,0 +1,336 @@
+"""The fleet file: one frozen configuration object, read once, with everything that is wrong reported at once.
+
+Relative paths: a model's `source`, `tokenizer` and `chat_template` are looked up from the fleet file's
+directory, then from the working directory; `supervisor.state_dir` is relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from contracts.options import WorkerOptions
+from contracts.units import ByteSize, Duration
+from gateway.config_check import check_models, describe
+from gateway.yaml_source import KeyPath, Problem, YamlSource, dotted, parse_yaml
+
+ENV_PREFIX = "PAGEFLEET_"
+
+
+class ConfigError(Exception):
+    """A fleet file that can't be used; `problems` holds everything found, each with its place."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+def _only(allowed: object, hint: str) -> AfterValidator:
+    """Values that the design knows and this version can't do are refused, never ignored."""
+
+    def check(value: Any) -> Any:
+        if value != allowed:
+            raise ValueError(f"{value!r} is not supported yet; {hint}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _no_redis(value: str | None) -> str | None:
+    if value is not None:  # the value may hold a password, so it isn't repeated
+        raise ValueError("Redis is not supported yet; leave redis_url null")
+    return value
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _positive(value: float) -> float:
+    if not 0 < value <= 7 * 86400:
+        raise ValueError("a duration must be more than 0 and at most 7d")
+    return value
+
+
+def _regex_compiles(value: str) -> str:
+    if len(value) > 1 and value.startswith("/") and value.endswith("/"):
+        try:
+            re.compile(value[1:-1])
+        except re.error as error:
+            raise ValueError(f"this is no regular expression: {error}") from None
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool)]
+Timeout = Annotated[Duration, AfterValidator(_positive)]
+ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$", max_length=128)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LimitSettings(_Block):
+    """Requests per second, burst and requests in flight; null: no limit."""
+
+    qps: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] | None = None
+    burst: Annotated[Count, Field(ge=1)] | None = None
+    concurrency: Annotated[Count, Field(ge=1)] | None = None
+
+
+class GatewayLimits(_Block):
+    """Limits of every user and key, and what holds while Redis is away."""
+
+    default: LimitSettings = LimitSettings()
+    on_redis_error: Literal["local", "open", "closed"] = "local"
+
+
+class AuthSettings(_Block):
+    """Who may call."""
+
+    mode: Annotated[Literal["none", "keys", "oidc"], _only("none", "use none")] = "none"
+
+
+class Timeouts(_Block):
+    """In seconds. `first_byte`: until the worker's headers; `idle`: between two pieces of a stream."""
+
+    connect: Timeout = 2.0
+    first_byte: Timeout = 120.0
+    idle: Timeout = 60.0
+    total: Timeout = 900.0
+
+
+class AuditSettings(_Block):
+    """Where requests are written down."""
+
+    file: Annotated[str | None, _only(None, "leave it null")] = None
+    prompts: Annotated[bool, _only(False, "leave it false")] = False
+
+
+class GatewaySettings(_Block):
+    """The gateway's process. `port` 0 takes a free one, which `pagefleet status` shows."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[Count, Field(ge=0, le=65535)] = 8000
+    processes: Annotated[Count, Field(ge=1), _only(1, "leave it 1")] = 1
+    redis_url: Annotated[str | None, AfterValidator(_no_redis)] = None
+    auth: AuthSettings = AuthSettings()
+    limits: GatewayLimits = GatewayLimits()
+    timeouts: Timeouts = Timeouts()
+    max_body: Annotated[ByteSize, Field(ge=1024)] = 64 * 1024**2
+    audit: AuditSettings = AuditSettings()
+
+
+class SupervisorSettings(_Block):
+    """Who runs the processes, and where their sockets, logs and records live.
+
+    In seconds: a start that makes no progress for `start_timeout` has failed, however long the whole takes;
+    a stop waits `drain_timeout` for requests in flight.
+    """
+
+    backend: Annotated[Literal["local", "systemd", "ray"], _only("local", "use local")] = "local"
+    state_dir: Path = Path(".pagefleet")
+    start_timeout: Annotated[
+        Timeout, Field(description="A start without any progress for so long has failed.")
+    ] = 120.0
+    drain_timeout: Annotated[Timeout, Field(description="How long a stop waits for requests in flight.")] = (
+        30.0
+    )
+
+
+class Golden(_Block):
+    """A prompt that a standby must answer with `expect`: a substring, or a /regular expression/."""
+
+    prompt: str
+    expect: Annotated[str, AfterValidator(_regex_compiles)] | None = None
+
+
+class Judge(_Block):
+    """When a canary passes."""
+
+    min_requests: Annotated[Count, Field(ge=1)] = 50
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
+    max_ttft_ratio: Annotated[float, Field(gt=0)] = 1.5
+    max_tpot_ratio: Annotated[float, Field(gt=0)] = 1.3
+
+
+class ModelEntry(_Block):
+    """One model: its names, where it comes from, and how its workers run."""
+
+    name: ModelName
+    aliases: tuple[ModelName, ...] = ()
+    source: Annotated[str, Field(min_length=1)]
+    replicas: Annotated[Count, Field(ge=1, le=64)] = 1
+    limits: LimitSettings | None = None
+    golden: tuple[Golden, ...] = ()
+    judge: Judge | None = None
+    worker: WorkerOptions = WorkerOptions.model_validate({})
+
+
+class FleetFile(BaseSettings):
+    """A whole fleet. `load_fleet` builds it, since only that reads the environment and knows places."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__", validate_default=False
+    )
+
+    gateway: GatewaySettings = GatewaySettings()
+    supervisor: SupervisorSettings = SupervisorSettings()
+    defaults: WorkerOptions = WorkerOptions.model_validate({})
+    models: tuple[ModelEntry, ...]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`load_fleet` merges the environment itself, so that a problem's place is known."""
+        return (init_settings,)
+
+    def warnings(self) -> list[str]:
+        """One line for each block that is valid but has no effect in this version."""
+        lines = []
+        if "limits" in self.gateway.model_fields_set:
+            lines.append("gateway.limits is not enforced yet: requests are not limited")
+        for entry in self.models:
+            for block in ("limits", "golden", "judge"):
+                if getattr(entry, block):
+                    lines.append(f"{block} of model '{entry.name}' has no effect yet")
+        return lines
+
+
+def load_fleet(path: str | Path) -> FleetFile:
+    """Reads and checks a fleet file; PAGEFLEET_GATEWAY__PORT=9000 and the like override it.
+
+    Raises ConfigError with every problem found, each with file and line.
+    """
+    path = Path(path)
+    source = parse_yaml(_read(path), str(path))
+    if source.data is None:
+        raise ConfigError(source.problems)
+    if not isinstance(source.data, dict):
+        raise ConfigError(
+            [Problem(str(path), 1, "", "the top level must be a mapping with the key 'models'")]
+        )
+    problems = list(source.problems)
+    overrides = _environment(problems)
+    reporter = _Reporter(source, overrides, problems)
+    raw = _merged(source.data, overrides)
+    _apply_defaults(raw)
+    for key_path, message in check_models(raw, (path.resolve().parent, Path.cwd())):
+        reporter.add(key_path, message)
+    fleet: FleetFile | None = None
+    try:
+        fleet = FleetFile(**raw)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            reporter.add(detail["loc"], describe(FleetFile, detail))
+    if fleet is None or problems:
+        raise ConfigError(sorted(problems, key=lambda problem: problem.line or 0))
+    return fleet
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError([Problem(str(path), None, "", f"can't be read: {error.strerror}")]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [Problem(str(path), None, "", f"isn't UTF-8: byte {error.start} is invalid")]
+        ) from None
+
+
+class _Reporter:
+    """Turns key paths into places, and says each thing once."""
+
+    def __init__(self, source: YamlSource, overrides: dict[str, Any], problems: list[Problem]) -> None:
+        self._source = source
+        self._overrides = overrides
+        self._problems = problems
+
+    def add(self, path: KeyPath, message: str) -> None:
+        path = self._origin(path)
+        variable = _variable(self._overrides, path)
+        if variable is None:
+            problem = Problem(self._source.name, self._source.line(path), dotted(path), message)
+        else:
+            problem = Problem(f"environment {variable}", None, dotted(path), message)
+        if problem not in self._problems:
+            self._problems.append(problem)
+
+    def _origin(self, path: KeyPath) -> KeyPath:
+        """A worker option that a model has from `defaults` is reported there, once."""
+        from_model = path[:4] in self._source.lines or _variable(self._overrides, path[:1])
+        if len(path) >= 4 and path[0] == "models" and path[2] == "worker" and not from_model:
+            return ("defaults", *path[3:])
+        return path
+
+
+def _environment(problems: list[Problem]) -> dict[str, Any]:
+    """The PAGEFLEET_ variables as a nested mapping; a name with __ that leads nowhere is a problem."""
+    known = FleetFile.model_fields
+    for name in sorted(os.environ):
+        section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
+        if name.startswith(ENV_PREFIX) and nested and section.lower() not in known:
+            names = ", ".join(f"{ENV_PREFIX}{field.upper()}__…" for field in known)
+            problems.append(
+                Problem(f"environment {name}", None, "", f"there is no such setting; known are {names}")
+            )
+    try:
+        return EnvSettingsSource(FleetFile)()
+    except SettingsError as error:
+        problems.append(Problem("environment", None, "", f"{error}; write lists and blocks as JSON"))
+        return {}
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        ours = result.get(key)
+        result[key] = _merged(ours, value) if isinstance(ours, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _apply_defaults(raw: dict[str, Any]) -> None:
+    defaults, models = raw.get("defaults"), raw.get("models")
+    if not isinstance(defaults, dict) or not isinstance(models, list):
+        return
+    for index, entry in enumerate(models):
+        if isinstance(entry, dict) and isinstance(entry.get("worker", {}), dict):
+            models[index] = {**entry, "worker": {**defaults, **entry.get("worker", {})}}
+
+
+def _variable(overrides: dict[str, Any], path: KeyPath) -> str | None:
+    """The environment variable that set this key, if one did."""
+    here: Any = overrides
+    for part in path:
+        if not isinstance(here, dict) or part not in here:
+            return None
+        here = here[part]
+    return ENV_PREFIX + "__".join(str(part).upper() for part in path)

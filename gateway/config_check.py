@@ -1,0 +1,149 @@
+"""What types can't say about a fleet file: names that collide, sources that aren't there, words for it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from gateway.yaml_source import KeyPath
+
+RANDOM = "random:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def check_models(raw: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:
+    """Checks names and paths of an unvalidated fleet, and makes its paths absolute in place."""
+    models = raw.get("models")
+    if not isinstance(models, list):
+        return
+    if not models:
+        yield ("models",), "at least one model is needed"
+    entries = [(index, entry) for index, entry in enumerate(models) if isinstance(entry, dict)]
+    yield from _check_names(entries)
+    for index, entry in entries:
+        yield from _check_paths(index, entry, bases)
+
+
+def _check_names(entries: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[KeyPath, str]]:
+    owner: dict[str, int] = {}
+    for index, entry in entries:
+        name = entry.get("name")
+        if not isinstance(name, str):
+            continue
+        if name in owner:
+            yield ("models", index, "name"), f"'{name}' is already the name of models[{owner[name]}]"
+        owner.setdefault(name, index)
+    names = dict(owner)
+    for index, entry in entries:
+        aliases = entry.get("aliases")
+        for place, alias in enumerate(aliases if isinstance(aliases, list) else []):
+            if not isinstance(alias, str):
+                continue
+            if alias in owner:
+                kind = "name" if alias in names else "alias"
+                yield (
+                    ("models", index, "aliases", place),
+                    f"'{alias}' is already the {kind} of models[{owner[alias]}]",
+                )
+            owner.setdefault(alias, index)
+
+
+def _check_paths(index: int, entry: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:
+    source = entry.get("source")
+    if isinstance(source, str) and source:
+        resolved, problem = _resolve_source(source, bases)
+        entry["source"] = resolved
+        if problem:
+            yield ("models", index, "source"), problem
+    worker = entry.get("worker")
+    if not isinstance(worker, dict):
+        return
+    for option in ("tokenizer", "chat_template"):
+        value = worker.get(option)
+        if isinstance(value, str) and value:
+            found = _find(value, bases)
+            if found is None:
+                yield ("models", index, "worker", option), _not_there(value, bases)
+            else:
+                worker[option] = str(found)
+
+
+def _resolve_source(source: str, bases: tuple[Path, ...]) -> tuple[str, str | None]:
+    """The source with an absolute path, and what is wrong with it; hub ids stay as they are."""
+    prefix = RANDOM if source.startswith(RANDOM) else ""
+    found = _find(source.removeprefix(prefix), bases)
+    if found is None:
+        is_path = prefix or source.endswith(".gguf") or source[0] in "./~"
+        if not is_path and _HUB_ID.fullmatch(source):
+            return source, None
+        hint = "" if is_path else "; a model of the hub is written org/name"
+        return source, _not_there(source.removeprefix(prefix), bases) + hint
+    if prefix and not found.is_file():
+        return source, f"{found} is a directory; random: needs the path of a config.json"
+    if found.is_dir() and not (found / "config.json").exists() and not any(found.glob("*.gguf")):
+        return source, f"the directory {found} holds no model: neither config.json nor a .gguf file is in it"
+    return prefix + str(found), None
+
+
+def _find(text: str, bases: tuple[Path, ...]) -> Path | None:
+    for base in bases:
+        try:
+            path = base / Path(text).expanduser()
+            if path.exists():
+                return path.resolve()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL in it, no such user: not there either
+            return None
+    return None
+
+
+def _not_there(text: str, bases: tuple[Path, ...]) -> str:
+    if Path(text).is_absolute():
+        return f"{text} isn't there"
+    return f"{text} isn't there; looked in {' and '.join(dict.fromkeys(map(str, bases)))}"
+
+
+def describe(root: type[BaseModel], detail: ErrorDetails) -> str:
+    """One pydantic error in words that name the value and the way out."""
+    kind, message, value = detail["type"], detail["msg"], detail["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(root, detail["loc"])
+    if kind == "missing":
+        return "this key is needed"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    if kind == "string_pattern_mismatch":
+        message = "letters, digits and . _ : / @ + - are allowed, starting with a letter or digit"
+    if isinstance(value, (str, int, float)):
+        return f"{message}, not {value!r:.100}"
+    return message
+
+
+def _unknown_key(root: type[BaseModel], path: KeyPath) -> str:
+    block = _block_at(root, path[:-1])
+    known = sorted(block.model_fields) if block else []
+    close = difflib.get_close_matches(str(path[-1]), known, n=1)
+    if close:
+        return f"unknown key; did you mean '{close[0]}'?"
+    return f"unknown key; known here: {', '.join(known)}"
+
+
+def _block_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    block: type[BaseModel] | None = root
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = block.model_fields.get(part) if block else None
+        block = _block_in(field.annotation) if field else None
+    return block
+
+
+def _block_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_block_in, get_args(annotation)) if found), None)
