@@ -1,0 +1,244 @@
+"""The worker's configuration: command line over environment (`PAGEFLEET_WORKER_…`) over defaults.
+
+The one frozen object of the process; nothing else reads flags or the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NoReturn
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from contracts.options import WorkerOptions
+from contracts.units import Duration
+
+ENV_PREFIX = "PAGEFLEET_WORKER_"
+EXIT_INVALID = 2
+
+
+class WorkerConfig(WorkerOptions):
+    """Worker options and what only the serving process needs: names, addresses, its place in the fleet."""
+
+    model: str = Field(description="Directory, file.gguf, hub id, or random:CONFIG.json for random weights.")
+    served_model_name: tuple[str, ...] = Field(
+        (), description="Names that requests may use, the first in answers; default: the model as given."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8001, description="TCP port; 0: any free one.")
+    uds: str | None = Field(None, description="Unix socket to listen on, in place of host and port.")
+    slot: str = Field("standalone", description="Place in the fleet that this process fills.")
+    generation: Annotated[int, Field(ge=0)] = Field(
+        0, description="Counts the processes that filled the slot."
+    )
+    parent_pid: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Process whose end ends this one as well; none: it stands alone."
+    )
+    shutdown_timeout: Duration = Field(
+        900.0, description="Drain limit: how long running answers may go on after SIGTERM; default: 15m."
+    )
+    stall_limit: Duration = Field(
+        120.0,
+        description="/health answers 503 when the engine has work but took no step for so long; default: 2m.",
+    )
+
+    @field_validator("gpus", "served_model_name", mode="before")
+    @classmethod
+    def _split_commas(cls, value: object) -> object:
+        """Lists come as `0,1` from the environment, as `0 1` or `0,1` from the command line."""
+        items = [value] if isinstance(value, (str, int)) else value
+        if not isinstance(items, (list, tuple)):
+            return value
+        return tuple(
+            part for item in items for part in (item.split(",") if isinstance(item, str) else [item])
+        )
+
+    @field_validator("block_size", mode="before")
+    @classmethod
+    def _whole_number(cls, value: object) -> object:
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names the worker answers to; never empty."""
+        return self.served_model_name or (self.model,)
+
+
+class _FromEnvironment(WorkerConfig, BaseSettings):
+    """Reads what the command line leaves open from the environment."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, enable_decoding=False, frozen=True, extra="forbid"
+    )
+
+
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "served_model_name", "tokenizer", "chat_template", "dtype", "rope_theta", "seed"),
+    "device": ("device", "gpus", "threads", "enforce_eager"),
+    "memory": (
+        "gpu_memory_utilization",
+        "gpu_memory",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+        "block_size",
+        "kv_cache_dtype",
+        "enable_prefix_caching",
+    ),
+    "scheduling": (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "max_waiting",
+    ),
+    "server": ("host", "port", "uds", "shutdown_timeout", "stall_limit", "disable_log_stats"),
+    "fleet": ("slot", "generation", "parent_pid"),
+}
+
+# Start-up scripts for other servers carry these: the value that does nothing is accepted, others are refused.
+_ONLY_NEUTRAL = {
+    "tensor-parallel-size": "1",
+    "pipeline-parallel-size": "1",
+    "quantization": "none",
+    "cpu-offload-gb": "0",
+}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with the command line and the environment, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def read_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> WorkerConfig:
+    """WorkerConfig from flags and environment; ConfigError lists every problem at once.
+
+    `--help` prints and exits. Underscores in flag names are accepted for dashes.
+    """
+    environ = os.environ if environ is None else environ
+    given, unknown = _parser().parse_known_args([_with_dashes(word) for word in argv])
+    problems = [f"{word}: no such option; see --help" for word in unknown]
+    problems += _refused(vars(given))
+    values = {name: vars(given)[name] for name in WorkerConfig.model_fields if vars(given)[name] is not None}
+    names = {ENV_PREFIX + name.upper() for name in WorkerConfig.model_fields}
+    problems += [
+        f"{name}: no such option" for name in environ if name.startswith(ENV_PREFIX) and name not in names
+    ]
+    try:
+        return _checked(values, problems)
+    except ValidationError as error:
+        problems += [_describe(dict(item), values, environ) for item in error.errors()]
+    raise ConfigError(problems)
+
+
+def read_config_or_exit(argv: Sequence[str]) -> WorkerConfig:
+    """`read_config` for the command line: problems go to stderr and the process ends with code 2."""
+    try:
+        return read_config(argv)
+    except ConfigError as error:
+        _exit(error.problems)
+
+
+def _exit(problems: Sequence[str]) -> NoReturn:
+    for problem in problems:
+        print(f"worker: {problem}", file=sys.stderr)
+    raise SystemExit(EXIT_INVALID)
+
+
+def _checked(values: dict[str, Any], problems: Sequence[str]) -> WorkerConfig:
+    settings = _FromEnvironment(**values)
+    if problems:
+        raise ConfigError(problems)
+    # Back to the plain class: a copy of the configuration must never read the environment again.
+    return WorkerConfig(**{name: getattr(settings, name) for name in WorkerConfig.model_fields})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m worker",
+        usage="%(prog)s --model MODEL [options]",
+        description="Serve one model over HTTP.",
+        epilog=f"Every option can be set in the environment as {ENV_PREFIX}<NAME>; the command line wins. "
+        "Sizes read 20GiB or 512MB, durations 2s or 15m.",
+        allow_abbrev=False,
+    )
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            _add_option(group, name, WorkerConfig.model_fields[name])
+    group = parser.add_argument_group("accepted for compatibility")
+    for flag, neutral in _ONLY_NEUTRAL.items():
+        group.add_argument(f"--{flag}", metavar=neutral.upper(), help=f"Only {neutral}: not supported yet.")
+    group.add_argument(
+        "--trust-remote-code",
+        action=argparse.BooleanOptionalAction,
+        help="Refused: code that comes with a model is never run.",
+    )
+    return parser
+
+
+def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    flag = "--" + name.replace("_", "-")
+    help_text = (f"{field.description}" + _default_note(field)).replace("%", "%%")
+    if field.annotation is bool:
+        group.add_argument(
+            flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=help_text
+        )
+    else:
+        nargs = "+" if isinstance(field.default, tuple) else None
+        metavar = name.rsplit("_", 1)[-1].upper()
+        group.add_argument(flag, dest=name, nargs=nargs, default=None, metavar=metavar, help=help_text)
+
+
+def _default_note(field: FieldInfo) -> str:
+    default = field.default
+    if field.is_required():
+        return " (required)"
+    if default is None or default == () or "default:" in (field.description or ""):
+        return ""
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    return f" (default: {f'{default:g}' if isinstance(default, float) else default})"
+
+
+def _with_dashes(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _refused(given: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for flag, neutral in _ONLY_NEUTRAL.items():
+        if (given[flag.replace("-", "_")] or neutral).lower() != neutral:
+            problems.append(f"--{flag}: only {neutral} is accepted, anything else is not supported yet")
+    if given["trust_remote_code"]:
+        problems.append(
+            "--trust-remote-code: refused; code that comes with a model is never run here. "
+            "Models of the supported architectures don't need it."
+        )
+    return problems
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _describe(error: dict[str, Any], values: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    message: str = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return message
+    name = str(error["loc"][0])
+    if error["type"] == "missing":
+        return f"{_flag(name)}: is required"
+    variable = ENV_PREFIX + name.upper()
+    label = variable if name not in values and variable in environ else _flag(name)
+    return f"{label}: {message} (got {error['input']!r})"
