@@ -1,9 +1,9 @@
 """The header of a GGUF file: metadata and the table of tensors, without touching the weights.
 
 Layout (ggml/docs/gguf.md, versions 2 and 3, little-endian): magic, version u32, tensor count u64, metadata
-count u64, metadata (key string, type u32, value), tensor table (name, rank u32, dimensions u64 innermost first,
-type u32, offset u64 from the start of the data), padding to `general.alignment`, data. A string is its length
-u64 and UTF-8 bytes.
+count u64, metadata (key string, type u32, value), tensor table (name, rank u32, dimensions u64 innermost
+first, type u32, offset u64 from the start of the data), padding to `general.alignment`, data. A string is its
+length u64 and UTF-8 bytes.
 
 Every count and length is checked against the bytes that are left before anything is allocated from it.
 """
@@ -38,12 +38,12 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 GGML_TYPES: Final[dict[int, tuple[str, int, int]]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
+    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 
 
@@ -205,9 +205,10 @@ class _Parser:
             if type_id not in GGML_TYPES:
                 raise self.error(f"tensor {name!r} has the unknown ggml type {type_id}")
             type_name, block, block_bytes = GGML_TYPES[type_id]
-            if shape and shape[-1] % block:
+            row = shape[-1] if shape else 1
+            if row % block:
                 raise self.error(
-                    f"tensor {name!r}: rows of {shape[-1]} are no multiple of {type_name}'s block, {block}"
+                    f"tensor {name!r}: rows of {row} are no multiple of {type_name}'s block, {block}"
                 )
             nbytes = math.prod(shape) // block * block_bytes
             if offset % alignment or start + offset + nbytes > self.size:

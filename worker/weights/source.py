@@ -1,0 +1,199 @@
+"""What a model's `source` means: a directory, a GGUF file, random weights, or a model on the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from worker.model.config import ModelConfig, UnsupportedModel, token_ids
+from worker.model.gguf_config import config_from_gguf
+from worker.model.hf_config import config_from_hf
+from worker.weights.gguf_header import GgufError, GgufHeader, read_gguf_header
+
+RANDOM_PREFIX: Final = "random:"
+SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
+_HUB_FILES: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "tiktoken.model"]
+_HUB_IGNORED: Final = ["original/*", "consolidated*"]  # the same weights again, in the authors' own layout
+_HUB_ID: Final = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
+
+
+class SourceError(ValueError):
+    """There is no usable model behind the source; the message says what was looked at and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found and understood, before any weight is read.
+
+    kind: "safetensors" (path: the directory), "gguf" (path: the file) or "random" (path: the config.json).
+    generation: generation_config.json if there is one, with `eos_token_ids`, every id that ends an answer.
+    """
+
+    kind: Literal["safetensors", "gguf", "random"]
+    path: Path
+    config: ModelConfig
+    generation: dict[str, Any]
+
+
+def resolve_source(source: str) -> ModelSource:
+    """Find what `source` names: an existing path, `random:CONFIG.json`, a hub id `org/name`, or one GGUF file
+    of a hub repository, `org/name/file.gguf`. The hub is asked only when no such path exists.
+
+    Raises:
+        SourceError: nothing is there, or it can't be served; the message names the reason.
+    """
+    if source.startswith(RANDOM_PREFIX):
+        return _random(source)
+    path = Path(source).expanduser()
+    if not source or not path.exists():
+        path = _from_hub(source)
+    if path.is_dir():
+        return _directory(path)
+    if path.suffix.lower() in _PICKLES:
+        raise _pickle(path)
+    return _gguf(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises SourceError with the file's name, and the line of a syntax error."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path}: can't be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise SourceError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise SourceError(f"{path}: not valid JSON: {type(error).__name__}") from error
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: not a JSON object")
+    return value
+
+
+def _random(source: str) -> ModelSource:
+    path = Path(source.removeprefix(RANDOM_PREFIX)).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise SourceError(
+            f"{source}: there is no file {path}; random: needs a config.json or a directory with one"
+        )
+    return _with_hf_config("random", path, path)
+
+
+def _directory(path: Path) -> ModelSource:
+    files = sorted(path.iterdir())
+    ggufs = [f for f in files if f.suffix == ".gguf"]
+    if not (path / "config.json").is_file():
+        if len(ggufs) == 1:
+            return _gguf(ggufs[0])
+        if ggufs:
+            raise SourceError(
+                f"{path}: several GGUF files, name one: {', '.join(f.name for f in ggufs[:20])}"
+            )
+        raise SourceError(f"{path}: no config.json in this directory (nor a GGUF file)")
+    if not any(f.suffix == ".safetensors" or f.name == SAFETENSORS_INDEX for f in files):
+        for file in files:
+            if file.suffix in _PICKLES:
+                raise _pickle(file)
+        raise SourceError(f"{path}: config.json but no *.safetensors in this directory")
+    return _with_hf_config("safetensors", path, path / "config.json")
+
+
+def _with_hf_config(kind: Literal["safetensors", "random"], path: Path, config_path: Path) -> ModelSource:
+    config = _describe(config_path, lambda: config_from_hf(read_json(config_path)))
+    generation_path = config_path.with_name("generation_config.json")
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return _source(kind, path, config, generation, token_ids(generation.get("eos_token_id")))
+
+
+def _gguf(path: Path) -> ModelSource:
+    try:
+        header = read_gguf_header(path)
+    except GgufError as error:
+        raise SourceError(str(error)) from error
+    except OSError as error:
+        raise SourceError(f"{path}: can't be read: {error.strerror}") from error
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        raise SourceError(
+            f"{path}: one part of a split GGUF; join the parts with `llama-gguf-split --merge` first"
+        )
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    factors = _rope_factors(header)
+    return _source(
+        "gguf", path, _describe(path, lambda: config_from_gguf(header.metadata, shapes, factors)), {}
+    )
+
+
+def _rope_factors(header: GgufHeader) -> Mapping[str, list[float]]:
+    """The few float32 tensors that are configuration rather than weights."""
+    names = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+    found = {}
+    for tensor in header.tensors:
+        if tensor.name in names:
+            if tensor.type_name != "F32" or len(tensor.shape) != 1:
+                raise SourceError(
+                    f"{header.path}: {tensor.name} is {tensor.type_name} {tensor.shape}, not a row of F32"
+                )
+            values = np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.offset)
+            found[tensor.name] = [float(value) for value in values]
+    return found
+
+
+def _source(
+    kind: Literal["safetensors", "gguf", "random"],
+    path: Path,
+    config: ModelConfig,
+    generation: dict[str, Any],
+    eos: tuple[int, ...] = (),
+) -> ModelSource:
+    # generation_config.json often knows an end token that config.json lacks (chat models), and the reverse.
+    config = replace(config, eos_token_ids=tuple(dict.fromkeys(eos + config.eos_token_ids)))
+    return ModelSource(kind, path, config, {**generation, "eos_token_ids": config.eos_token_ids})
+
+
+def _describe(path: Path, read: Callable[[], ModelConfig]) -> ModelConfig:
+    try:
+        return read()
+    except UnsupportedModel as error:
+        raise SourceError(f"{path}: {error}") from error
+
+
+def _pickle(path: Path) -> SourceError:
+    return SourceError(
+        f"{path}: pickle checkpoints are refused because loading one runs code it brings along; "
+        "convert it to safetensors or GGUF"
+    )
+
+
+def _from_hub(source: str) -> Path:
+    match = _HUB_ID.fullmatch(source)
+    if match is None:
+        raise SourceError(
+            f"{source}: no such file or directory, and not a hub id (org/name or org/name/file.gguf) either"
+        )
+    import httpx
+    import huggingface_hub
+
+    repo, file = match["repo"], match["file"]
+    try:
+        if file:
+            return Path(huggingface_hub.hf_hub_download(repo, file))
+        return Path(
+            huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+        )
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        where = (
+            "the local cache only: HF_HUB_OFFLINE is set"
+            if huggingface_hub.constants.HF_HUB_OFFLINE
+            else (f"{huggingface_hub.constants.ENDPOINT} and the local cache")
+        )
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise SourceError(
+            f"{source}: no such path, and not found on the hub ({where}): {type(error).__name__}: {reason}"
+        ) from error
