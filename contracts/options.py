@@ -54,7 +54,7 @@ class WorkerOptions(BaseModel):
     )
     enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
     rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="Overrides the checkpoint's value.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of requests that bring none; also of random: weights.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of random: weights.")
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None, description="CPU threads of the engine; default: the cores this process may use."
     )

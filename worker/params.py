@@ -7,10 +7,12 @@ the error names the field, the value and the bound.
 from __future__ import annotations
 
 import math
+import secrets
 from typing import NoReturn
 
 import msgspec
 
+_M64 = (1 << 64) - 1
 MAX_N = 128
 MAX_STOP = 16
 MAX_STOP_LENGTH = 1024
@@ -122,6 +124,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not ok or not (low < value if low_open else low <= value) or not value <= high:  # type: ignore[operator]
             bound = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
             _fail(name, f"{name} must be {bound}, not {value!r}")
+
+
+def choice_seeds(params: SamplingParams) -> list[int]:
+    """A 64-bit seed for each of the `n` answers; the first is the user's own, or a random one."""
+    base = (params.seed if params.seed is not None else secrets.randbits(64)) & _M64
+    return [(base + i * 0x9E3779B97F4A7C15) & _M64 for i in range(params.n)]
 
 
 def _fail(param: str, message: str) -> NoReturn:

@@ -1,0 +1,229 @@
+"""Engine: the scheduler and the runner, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from contracts.units import format_bytes
+from worker.engine.blocks import PagePool
+from worker.engine.budget import plan_pages
+from worker.engine.config import EngineConfig
+from worker.engine.request import Request
+from worker.engine.scheduler import Row, Scheduler, SchedulerConfig
+from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput, TokenLogprob
+from worker.runner.kv_cache import KvCache
+from worker.runner.sampler import NOT_FINITE
+from worker.runner.step import Launched, Runner, activation_bytes, dry_run
+from worker.weights.loader import load_model
+
+OnProgress = Callable[[Progress], None]
+
+
+class Engine:
+    """Requests in, tokens out. `step` runs one step of whatever is there; nothing happens between calls."""
+
+    def __init__(self, config: EngineConfig, runner: Runner, scheduler: Scheduler, info: EngineInfo) -> None:
+        self.config = config
+        self.info = info
+        self.runner = runner
+        self.scheduler = scheduler
+        self._requests: dict[str, Request] = {}
+        self._launched: deque[Launched] = deque()
+        # On a GPU the next step is scheduled and launched while this one runs.
+        self._depth = 2 if config.device.type == "cuda" else 1
+        self._number = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @classmethod
+    def load(cls, config: EngineConfig, on_progress: OnProgress = lambda progress: None) -> Engine:
+        """Load the weights, size and allocate the KV cache, warm up. EngineError says what doesn't fit."""
+        started = time.monotonic()
+        torch.set_num_threads(config.threads)
+        model = load_model(
+            config.source,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            rope_theta=config.rope_theta,
+            seed=config.seed,
+            progress=lambda done, total: on_progress(Progress("weights", done, total)),
+        )
+        weight_bytes = sum(p.nbytes for p in {p.data_ptr(): p for p in model.parameters()}.values())
+        on_progress(Progress("kv_cache", 0, 1))
+
+        def largest_step() -> None:
+            scratch = KvCache(config.source.config, 2, config.page_size, config.kv_dtype, config.device)
+            tokens = min(config.max_num_batched_tokens, config.max_model_len)
+            dry_run(model, config, scratch, [(1, tokens)])
+
+        activations = activation_bytes(largest_step, config.device)
+        budget = plan_pages(config, weight_bytes, activations)
+        kv_cache = KvCache(
+            config.source.config, budget.num_pages, config.page_size, config.kv_dtype, config.device
+        )
+        on_progress(Progress("warm_up", 0, 1))
+        dry_run(model, config, kv_cache, [(1, 1), (2, 1), (1, min(32, config.max_model_len))])
+        info = EngineInfo(
+            max_model_len=budget.max_model_len,
+            page_size=config.page_size,
+            num_pages=budget.num_pages,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=config.vocab_limit,
+            dtype=str(config.dtype).removeprefix("torch."),
+            device=str(config.device),
+            weight_bytes=weight_bytes,
+            kv_cache_bytes=kv_cache.nbytes,
+            load_seconds=time.monotonic() - started,
+        )
+        pool = PagePool(budget.num_pages, config.page_size, prefix_cache=config.prefix_cache)
+        limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, config.chunked_prefill)
+        return cls(config, Runner(model, config, kv_cache), Scheduler(limits, pool), info)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) or bool(self._launched)
+
+    def add(self, message: EngineRequest) -> RequestOutput | None:
+        """Queue a request; an output with the reason when it can never run."""
+        self._number += 1
+        request = Request(
+            message,
+            max_model_len=self.info.max_model_len,
+            eos_token_ids=self.config.eos_token_ids,
+            number=self._number,
+        )
+        error = self._refusal(request)
+        if error is not None:
+            return RequestOutput(request.id, [], finish_reason="error", error=error)
+        self._requests[request.id] = request
+        self._prompt_tokens += request.prompt_length
+        self.scheduler.add(request)
+        return None
+
+    def _refusal(self, request: Request) -> str | None:
+        longest = self.info.max_model_len
+        if request.id in self._requests:
+            return f"request id {request.id} is in use"
+        if not request.tokens:
+            return "the prompt is empty"
+        if request.prompt_length >= longest:
+            return f"the prompt has {request.prompt_length} tokens; max_model_len {longest} leaves no room for an answer"
+        if max(request.tokens) >= self.config.source.config.vocab_size or min(request.tokens) < 0:
+            return f"prompt token ids must be from 0 to {self.config.source.config.vocab_size - 1}"
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; unknown ids are ignored. Its pages are free before the next step is scheduled."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.finish(request, "abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step and read the oldest one back. Empty when nothing has been sampled yet."""
+        step = self.scheduler.schedule(time.monotonic())
+        if step.rows:
+            self._launched.append(self.runner.launch(step))
+            self._steps += 1
+        if self._launched and (len(self._launched) >= self._depth or not step.rows):
+            return self._collect(self._launched.popleft())
+        return []
+
+    def drain(self) -> list[RequestOutput]:
+        """Read back all launched steps."""
+        return [output for launched in list(self._launched) for output in self._collect(self._launched.popleft())]
+
+    def call(self, operation: str) -> str:
+        """Operations between steps: "reset_prefix_cache", "check_integrity", "ping". "" or what went wrong."""
+        if operation == "reset_prefix_cache":
+            self.scheduler.pool.reset_cache()
+            for request in self.scheduler.running:
+                request.published = len(request.pages)  # what it holds predates the reset: never publish it
+            return ""
+        if operation == "check_integrity":
+            return self.check_integrity()
+        return "" if operation == "ping" else f"unknown operation {operation}"
+
+    def check_integrity(self) -> str:
+        """"" when pages and rows balance and, with nothing running, every page is free; else what is wrong."""
+        if self._launched:
+            return "steps are in flight"
+        try:
+            self.scheduler.check()
+        except RuntimeError as error:
+            return str(error)
+        pool = self.scheduler.pool
+        if not self._requests and pool.num_free != pool.capacity:
+            return f"{pool.capacity - pool.num_free} pages are held by nobody"
+        return ""
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        taken, filled = scheduler.slots()
+        return EngineStats(
+            steps=self._steps,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=scheduler.pool.capacity,
+            pages_used=scheduler.pool.num_used,
+            slots_taken=taken,
+            slots_filled=filled,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def memory_report(self) -> str:
+        """The sum, for an out-of-memory message."""
+        info = self.info
+        return (
+            f"weights {format_bytes(info.weight_bytes)} + KV cache {format_bytes(info.kv_cache_bytes)}, the rest activations "
+            f"of up to {info.max_num_batched_tokens} tokens; lower max_num_batched_tokens, kv_cache_memory_bytes or gpu_memory"
+        )
+
+    # ---- inside
+
+    def _collect(self, launched: Launched) -> list[RequestOutput]:
+        tokens, logprobs = launched.read()
+        outputs = []
+        place = 0
+        for row in launched.step.rows:
+            request = row.request
+            self.scheduler.collected(request)
+            if not row.sample:
+                if request.finish_reason is None:
+                    self.scheduler.prefilled(request)
+                continue
+            token, entry = tokens[place], logprobs[place]
+            place += 1
+            if request.finish_reason is None:
+                outputs.append(self._advance(row, token, entry))
+        return outputs
+
+    def _advance(self, row: Row, token: int, logprob: TokenLogprob | None) -> RequestOutput:
+        request = row.request
+        output = RequestOutput(request.id, [token], [logprob] if logprob is not None else None)
+        if len(request.tokens) == request.prompt_length:
+            output.cached_tokens = request.cached_tokens
+            output.queue_time = max(0.0, request.first_scheduled - request.arrival)
+        if token == NOT_FINITE:
+            output.token_ids = []
+            output.finish_reason = "error"
+            output.error = "the model produced values that are not finite numbers"
+            self.scheduler.finish(request, "error")
+        else:
+            self._generation_tokens += 1
+            output.finish_reason = self.scheduler.update(request, token)
+            if output.finish_reason == "stop":
+                output.stop_token = token
+        if output.finish_reason is not None:
+            del self._requests[request.id]
+        return output

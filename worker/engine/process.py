@@ -1,0 +1,115 @@
+"""The engine process: `python -m worker.engine.process --fd N --parent-pid P --options JSON`.
+
+It lives as long as its server process: the socket pair's end-of-file ends it, and the kernel kills it when the parent goes while
+it is deep in loading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from contracts.options import WorkerOptions
+from worker.ipc.channel import ChannelClosed, EngineChannel
+from worker.ipc.messages import Failed, Progress, Ready, RequestOutput, StepDone, ToEngine
+
+if TYPE_CHECKING:
+    from worker.engine.loop import Engine
+
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """What the server process says when it starts the engine."""
+
+    model: str
+    options: dict[str, object]
+    vocab_limit: int | None = None
+
+
+def die_with(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent's thread ends; end now if it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--options", required=True, help="EngineSpec as JSON")
+    arguments = parser.parse_args()
+    die_with(arguments.parent_pid)
+    # The server process decides when to end; a Ctrl-C at the terminal reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    spec = msgspec.convert(json.loads(arguments.options), EngineSpec)
+    channel: EngineChannel[ToEngine] = EngineChannel(socket.socket(fileno=arguments.fd), ToEngine)
+    try:
+        run(spec, channel)
+    except ChannelClosed:
+        pass
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(Failed(str(error) or type(error).__name__))
+        channel.drain(1.0)
+        sys.exit(1)
+
+
+def run(spec: EngineSpec, channel: EngineChannel[ToEngine]) -> None:
+    """Load, then step until the server says shutdown or goes away."""
+    channel.send(Progress("import", 0, 1))
+    import torch
+
+    from worker.engine.config import resolve
+    from worker.engine.loop import Engine
+    from worker.weights.source import resolve_source
+
+    config = resolve(resolve_source(spec.model), WorkerOptions.model_validate(spec.options), spec.vocab_limit)
+    engine = Engine.load(config, channel.send)
+    channel.send(Ready(engine.info))
+    # What loading made lives as long as the process: keep the collector from walking it again and again.
+    gc.collect()
+    gc.freeze()
+    while True:
+        messages = channel.receive(0 if engine.has_work else None)
+        done = StepDone([], engine.stats())
+        for message in messages:
+            if message.shutdown:
+                return
+            _take_in(engine, message, done)
+        try:
+            if engine.has_work:
+                done.outputs += engine.step()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"out of memory: {engine.memory_report()}") from error
+        if messages or done.outputs:
+            done.stats = engine.stats()
+            channel.send(done)
+
+
+def _take_in(engine: Engine, message: ToEngine, done: StepDone) -> None:
+    for request in message.submit:
+        refused: RequestOutput | None = engine.add(request)
+        if refused is not None:
+            done.outputs.append(refused)
+    for request_id in message.abort:
+        engine.abort(request_id)
+    if message.call:
+        done.outputs += engine.drain()
+        done.replies += [(call_id, engine.call(operation)) for call_id, operation in message.call]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Request: one sequence on its way through the engine."""
+
+from __future__ import annotations
+
+from worker.engine.blocks import page_hash, root_hash
+from worker.ipc.messages import EngineRequest, FinishReason
+
+# One step of priority is worth this many seconds of waiting: requests run in the order of arrival + priority * AGEING,
+# so that urgent ones go first and nothing starves.
+AGEING = 10.0
+
+
+class Request:
+    """Tokens, pages and progress of one sequence.
+
+    `tokens` is prompt and output, as far as known on the host. With overlapped steps, up to `pending` more tokens have been
+    sampled on the device and not read back yet. `computed` counts tokens whose keys and values are in the cache, those of
+    steps in flight included.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "computed",
+        "finish_reason",
+        "first_scheduled",
+        "hashes",
+        "id",
+        "in_flight",
+        "order",
+        "pages",
+        "params",
+        "pending",
+        "prompt_length",
+        "published",
+        "row",
+        "root",
+        "seed",
+        "stop_tokens",
+        "tokens",
+        "token_limit",
+    )
+
+    def __init__(self, message: EngineRequest, *, max_model_len: int, eos_token_ids: frozenset[int], number: int) -> None:
+        params = message.params
+        self.id = message.request_id
+        self.params = params
+        self.seed = message.seed
+        self.arrival = message.arrival
+        self.order = (message.arrival + message.priority * AGEING, number)
+        self.tokens = list(message.prompt_token_ids)
+        self.prompt_length = len(self.tokens)
+        self.pending = 0
+        self.computed = 0
+        self.pages: list[int] = []
+        self.published = 0  # leading pages that the prefix cache knows
+        self.hashes: list[bytes] = []
+        self.root = root_hash(message.cache_salt)
+        self.row = -1  # row of the device's batch state, while running
+        self.in_flight = 0  # steps launched and not collected that hold this request
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
+        self.first_scheduled = 0.0
+        self.stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.token_limit = max_model_len  # prompt + output never get longer
+        if params.max_tokens is not None:
+            self.token_limit = min(self.token_limit, self.prompt_length + params.max_tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, those not read back included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def output_length(self) -> int:
+        return self.length - self.prompt_length
+
+    @property
+    def decoding(self) -> bool:
+        """Everything but the last token is in the cache: one row brings the next token."""
+        return self.computed == self.length - 1 and self.computed > 0
+
+    def page_hashes(self, count: int, page_size: int) -> list[bytes]:
+        """Hashes of the first `count` pages, which must be full of known tokens."""
+        while len(self.hashes) < count:
+            start = len(self.hashes) * page_size
+            parent = self.hashes[-1] if self.hashes else self.root
+            self.hashes.append(page_hash(parent, self.tokens[start : start + page_size]))
+        return self.hashes[:count]
+
+    def append(self, token: int) -> FinishReason | None:
+        """Add a sampled token; the reason when it is the last."""
+        self.tokens.append(token)
+        outputs = len(self.tokens) - self.prompt_length
+        if token in self.stop_tokens and outputs >= self.params.min_tokens:
+            return "stop"
+        if len(self.tokens) >= self.token_limit:
+            return "length"
+        return None

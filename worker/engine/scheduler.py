@@ -1,0 +1,261 @@
+"""Scheduler: which tokens run in the next step.
+
+Continuous batching with chunked prefill: one step mixes sequences that decode (one token each) with pieces of prompts, within
+a token budget (Sarathi-Serve, arXiv 2403.02310; paging and preemption by recompute after vLLM, arXiv 2309.06180).
+
+It is pure bookkeeping: no clock but what is passed in, no device. Steps may overlap: `schedule` can be called again before the
+last step's tokens are known; see Request.pending.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+from worker.engine.blocks import PagePool
+from worker.engine.request import Request
+from worker.ipc.messages import FinishReason
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step: tokens [start, start + count); `sample` when a new token follows from it."""
+
+    request: Request
+    start: int
+    count: int
+    sample: bool
+    decode: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """Rows of one step, decoding sequences first."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool = True
+
+
+class Scheduler:
+    """Waiting and running requests, and the pages they hold."""
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+        self.config = config
+        self.pool = pool
+        self.waiting: list[Request] = []  # sorted by order
+        self.running: list[Request] = []  # sorted by order
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._leaving: list[Request] = []  # finished, but a step in flight still writes their pages
+
+    # ---- entering and leaving
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its token_limit must fit the pool, or it would wait for ever."""
+        bisect.insort(self.waiting, request, key=_order)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Take a request out; its pages go back now, or when the last step that writes them has been collected."""
+        request.finish_reason = reason
+        _remove(self.running if request.row >= 0 else self.waiting, request)
+        if request.in_flight:
+            self._leaving.append(request)
+        else:
+            self._release(request)
+
+    def collected(self, request: Request) -> None:
+        """A step that held the request has been read back."""
+        request.in_flight -= 1
+        if request.finish_reason is not None and request.in_flight == 0:
+            self._leaving.remove(request)
+            self._release(request)
+
+    # ---- one step
+
+    def schedule(self, now: float) -> Step:
+        """The next step; empty when there is nothing to run. Marks its tokens as computed."""
+        budget = self.config.max_num_batched_tokens
+        rows: dict[Request, Row] = {}
+        preempted_before = self.preemptions
+
+        prefilling = []
+        for request in list(self.running):
+            if request.row < 0 or _exhausted(request):
+                continue  # preempted just now for the sake of an earlier one, or its last token is on its way
+            if not request.decoding:
+                prefilling.append(request)
+            elif budget > 0:
+                budget -= self._extend(request, 1, rows)
+        for request in prefilling:
+            if request.row >= 0 and budget > 0:
+                budget -= self._extend(request, min(request.length - request.computed, budget), rows)
+        budget = self.config.max_num_batched_tokens - sum(row.count for row in rows.values())
+
+        if self.preemptions == preempted_before:
+            self._admit(budget, rows, now)
+        ordered = sorted(rows.values(), key=lambda row: not row.decode)
+        for row in ordered:
+            request = row.request
+            request.computed = row.start + row.count
+            request.in_flight += 1
+            if row.sample:
+                request.pending += 1
+        return Step(ordered)
+
+    def update(self, request: Request, token: int) -> FinishReason | None:
+        """Add the token that a collected step sampled; publishes pages that are full by now. Not for finished requests."""
+        request.pending -= 1
+        reason = request.append(token)
+        self._publish(request)
+        if reason is not None:
+            self.finish(request, reason)
+        return reason
+
+    def prefilled(self, request: Request) -> None:
+        """A collected step computed a piece of the prompt: publish its full pages."""
+        self._publish(request)
+
+    # ---- numbers
+
+    def slots(self) -> tuple[int, int]:
+        """Token slots of held pages, and how many of them hold a token."""
+        size = self.pool.page_size
+        taken = self.pool.num_used * size
+        holders = [*self.running, *self._leaving]
+        return taken, taken - sum(len(r.pages) * size - r.computed for r in holders)
+
+    def check(self) -> None:
+        """RuntimeError unless pages and rows balance."""
+        holders = [*self.running, *self._leaving]
+        self.pool.check([request.pages for request in holders])
+        rows = [request.row for request in holders] + self._free_rows
+        if sorted(rows) != list(range(self.config.max_num_seqs)):
+            raise RuntimeError("a row of the batch is lost or held twice")
+        if any(request.pages or request.row >= 0 for request in self.waiting):
+            raise RuntimeError("a waiting request holds pages or a row")
+
+    # ---- inside
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page_size)
+
+    def _extend(self, request: Request, count: int, rows: dict[Request, Row]) -> int:
+        """Give a running request `count` more tokens in this step, preempting later ones for pages. Tokens scheduled."""
+        need = self._pages_for(request.computed + count) - len(request.pages)
+        while need > 0:
+            pages = self.pool.allocate(need)
+            if pages is not None:
+                request.pages += pages
+                break
+            victim = self.running[-1]
+            self._preempt(victim)
+            rows.pop(victim, None)
+            if victim is request:
+                return 0
+        self._schedule_row(request, count, rows)
+        return count
+
+    def _schedule_row(self, request: Request, count: int, rows: dict[Request, Row]) -> None:
+        start = request.computed
+        sample = start + count == request.length
+        rows[request] = Row(request, start, count, sample, decode=count == 1 and start > 0)
+
+    def _admit(self, budget: int, rows: dict[Request, Row], now: float) -> None:
+        """Start waiting requests, in order, while their whole prompts fit next to what running prompts still need."""
+        promised = sum(self._pages_for(r.length) - len(r.pages) for r in self.running if not r.decoding)
+        # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of the pool usable.
+        watermark = min(len(self.running), self.pool.capacity // 50) if self.running else 0
+        while self.waiting and budget > 0 and self._free_rows:
+            request = self.waiting[0]
+            cached = self._cached_pages(request)
+            start = len(cached) * self.pool.page_size
+            remaining = request.length - start
+            if remaining > budget and not self.config.chunked_prefill and rows:
+                break
+            need = self._pages_for(request.length) - len(cached) + self.pool.idle(cached)
+            if need + promised + watermark > self.pool.num_free:
+                break
+            del self.waiting[0]
+            count = min(remaining, budget) if self.config.chunked_prefill else remaining
+            self._start(request, cached, count, now)
+            self._schedule_row(request, count, rows)
+            promised += self._pages_for(request.length) - len(request.pages)
+            budget -= count
+
+    def _start(self, request: Request, cached: list[int], count: int, now: float) -> None:
+        self.pool.hold(cached)
+        request.pages = list(cached)
+        request.published = len(cached)
+        request.computed = len(cached) * self.pool.page_size
+        fresh = self.pool.allocate(self._pages_for(request.computed + count) - len(cached))
+        assert fresh is not None
+        request.pages += fresh
+        request.row = self._free_rows.pop()
+        if not request.first_scheduled:
+            request.first_scheduled = now
+            request.cached_tokens = request.computed
+            self.prefix_queries += request.length
+            self.prefix_hits += request.computed
+        bisect.insort(self.running, request, key=_order)
+
+    def _cached_pages(self, request: Request) -> list[int]:
+        """Cached pages of the request's prefix. At most length - 1 tokens: one must run to give the next."""
+        if not self.pool.prefix_cache:
+            return []
+        full = (request.length - 1) // self.pool.page_size
+        return self.pool.find(request.page_hashes(full, self.pool.page_size))
+
+    def _preempt(self, request: Request) -> None:
+        """Back to waiting; what it computed is lost, except for pages that the prefix cache keeps until they are needed."""
+        _remove(self.running, request)
+        self.preemptions += 1
+        self._release(request)
+        request.computed = 0
+        request.published = 0
+        self.add(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        request.pages = []
+        if request.row >= 0:
+            self._free_rows.append(request.row)
+            request.row = -1
+
+    def _publish(self, request: Request) -> None:
+        if not self.pool.prefix_cache or request.row < 0:
+            return
+        size = self.pool.page_size
+        full = min(request.computed, len(request.tokens)) // size
+        if full > request.published:
+            hashes = request.page_hashes(full, size)
+            for i in range(request.published, full):
+                self.pool.publish(request.pages[i], hashes[i])
+            request.published = full
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.order
+
+
+def _remove(requests: list[Request], request: Request) -> None:
+    """Delete from a list sorted by order, by bisection."""
+    index = bisect.bisect_left(requests, request.order, key=_order)
+    assert requests[index] is request
+    del requests[index]
+
+
+def _exhausted(request: Request) -> bool:
+    """Its last allowed token is being sampled already: another step would be thrown away."""
+    return request.pending > 0 and request.length >= request.token_limit

@@ -1,0 +1,229 @@
+"""LLM: the engine in the caller's own process, for offline work.
+
+    with LLM("models/SmolLM2-135M-Instruct.Q4_1.gguf") as llm:
+        for result in llm.generate(["Paris is", "Rome is"], SamplingParams(temperature=0, max_tokens=8)):
+            print(result.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn as Bar
+
+from contracts.options import WorkerOptions
+from worker.engine.config import resolve
+from worker.engine.loop import Engine
+from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, FinishReason, TokenLogprob
+from worker.ipc.messages import RequestOutput as StepOutput
+from worker.params import SamplingParams, choice_seeds
+from worker.text.output import OutputText
+from worker.text.template import ChatTemplate
+from worker.text.tokenizer import Tokenizer
+from worker.weights.source import resolve_source
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer. `text` is empty when the model came without a tokenizer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its `n` answers. `prompt` is None when token ids were given."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model to generate with. Not thread safe; one call runs at a time.
+
+    Args:
+        model: directory, GGUF file, hub id or random:CONFIG.json.
+        options: the worker's options by name, e.g. max_model_len=4096, max_num_seqs=64.
+
+    Raises:
+        ValueError: an unknown or invalid option, or a source that can't be served.
+        EngineError: it doesn't fit this machine.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        parsed = WorkerOptions.model_validate(options)
+        source = resolve_source(model)
+        self.tokenizer = Tokenizer.from_source(source, parsed.tokenizer)
+        vocab_limit = self.tokenizer.vocab_size if self.tokenizer is not None else None
+        self._engine = Engine.load(resolve(source, parsed, vocab_limit))
+        self._ids = itertools.count()
+        self._template: ChatTemplate | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def check_integrity(self) -> str:
+        """"" when the KV cache's books balance; with nothing running, every page is free."""
+        return self._engine.check_integrity()
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.call("reset_prefix_cache")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, in their order; all run together.
+
+        A prompt is text or a list of token ids; `params` is one for all, or one for each. Raises ValueError, before anything
+        runs, when a prompt is empty or too long, or when text is given and the model has no tokenizer.
+        """
+        listed = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
+            each = list(params)
+            if len(each) != len(listed):
+                raise ValueError(f"{len(listed)} prompts but {len(each)} sampling parameters")
+        results = [RequestOutput(*self._encode(prompt), outputs=[]) for prompt in listed]
+        for result in results:
+            self._check_length(result)
+        return self._run(results, each, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """The same for one conversation or several, through the model's chat template."""
+        if self._template is None:
+            tokenizer = self.tokenizer
+            if tokenizer is None or tokenizer.chat_template is None:
+                raise ValueError("the model has no chat template; use generate, or give the option chat_template")
+            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        several = [messages] if not messages or isinstance(messages[0], dict) else messages
+        assert self.tokenizer is not None
+        prompts = [
+            self.tokenizer.encode(self._template.render(conversation, **template_kwargs), add_special_tokens=False)
+            for conversation in several
+        ]
+        return self.generate(prompts, params, progress=progress)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("this model came without a tokenizer: give token ids, or the option tokenizer")
+        return prompt, self.tokenizer.encode(prompt)
+
+    def _check_length(self, result: RequestOutput) -> None:
+        length, longest = len(result.prompt_token_ids), self.info.max_model_len
+        if length == 0:
+            raise ValueError("a prompt is empty")
+        if length >= longest:
+            raise ValueError(f"a prompt has {length} tokens; max_model_len is {longest}, the answer included")
+
+    def _run(self, results: list[RequestOutput], each: list[SamplingParams], progress: bool) -> list[RequestOutput]:
+        active: dict[str, _Answer] = {}
+        try:
+            for result, params in zip(results, each):
+                for index, seed in enumerate(choice_seeds(params)):
+                    answer = _Answer(result, index, params, self.tokenizer)
+                    name = f"llm-{next(self._ids)}"
+                    active[name] = answer
+                    message = EngineRequest(name, result.prompt_token_ids, params, seed, arrival=time.monotonic())
+                    refused = self._engine.add(message)
+                    if refused is not None:
+                        raise ValueError(refused.error)
+            self._step_until_done(active, progress)
+        finally:
+            for name in active:  # after an exception or Ctrl-C: leave nothing running
+                self._engine.abort(name)
+            self._engine.drain()
+        return results
+
+    def _step_until_done(self, active: dict[str, _Answer], progress: bool) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} answers"), Bar(), TimeElapsedColumn())
+        with Progress(*columns, transient=True, disable=not progress) as bar:
+            task = bar.add_task("generate", total=len(active))
+            while active:
+                for output in self._engine.step():
+                    answer = active.get(output.request_id)
+                    if answer is None:
+                        continue
+                    if answer.take(output):
+                        self._engine.abort(output.request_id)  # a stop string; no effect on what has ended by itself
+                        del active[output.request_id]
+                        bar.advance(task)
+
+
+class _Answer:
+    """Collects one answer, and finds stop strings in it."""
+
+    def __init__(self, result: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self._result = result
+        self.output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
+        result.outputs.append(self.output)
+        self._text = OutputText(tokenizer, params) if tokenizer is not None else None
+
+    def take(self, step: StepOutput) -> bool:
+        """Add a step's tokens; True when the answer is complete."""
+        output = self.output
+        if step.cached_tokens:
+            self._result.cached_tokens = step.cached_tokens
+        output.token_ids += step.token_ids
+        if output.logprobs is not None:
+            output.logprobs += step.logprobs or []
+        output.finish_reason = step.finish_reason
+        if step.finish_reason == "error":
+            raise RuntimeError(step.error)
+        if self._text is not None:
+            visible = step.token_ids[:-1] if step.stop_token is not None else step.token_ids
+            delta = self._text.push(visible)
+            output.text += delta.text
+            if delta.stopped is not None:
+                output.finish_reason = "stop"
+            elif step.finish_reason is not None:
+                output.text += self._text.finish().text
+        return output.finish_reason is not None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,28 @@
+"""The KV cache's memory: one allocation, a view a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.model.config import ModelConfig
+
+
+class KvCache:
+    """Keys and values of all layers: one tensor [layers, 2, num_pages, num_kv_heads, page_size, head_dim].
+
+    Not initialised: kernels mask what was never written, and on a CPU untouched pages cost no memory.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
+        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.pool]
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.nbytes
