@@ -1,0 +1,55 @@
+"""Token ids to text while they arrive, in constant work per token."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worker.text.tokenizer import Tokenizer
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Incremental decoding of one answer.
+
+    The pieces of `push` and `finish` joined equal ``tokenizer.decode(all ids)``. A token's bytes don't
+    depend on its neighbours, so all that has to be remembered is an unfinished UTF-8 character: at most
+    three bytes.
+
+    Args:
+        skip_special_tokens: leave control tokens out of the text.
+        continuation: the text goes on after other text, so a SentencePiece vocabulary's leading space stays.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continuation: bool = False
+    ) -> None:
+        self._bytes_of = tokenizer.visible_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._utf8 = _new_decoder("replace")
+        self._strip = tokenizer.strips_leading_space and not continuation
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """New text: whole characters only. Bytes that can't become a character any more are U+FFFD."""
+        bytes_of = self._bytes_of
+        if len(token_ids) == 1:
+            return self.push_bytes(bytes_of(token_ids[0]))
+        return self.push_bytes(b"".join([bytes_of(token) for token in token_ids]))
+
+    def push_bytes(self, data: bytes) -> str:
+        """The same for bytes already looked up."""
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an unfinished character: 0 to 3."""
+        return len(self._utf8.getstate()[0])
+
+    def finish(self) -> str:
+        """What an unfinished character turns into when nothing follows: U+FFFD, or nothing."""
+        return self._utf8.decode(b"", True)
