@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,22 +27,19 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continuation: bool = False
     ) -> None:
-        self._bytes_of = tokenizer.visible_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._look_up = tokenizer.visible_bytes if skip_special_tokens else tokenizer.token_bytes
         self._utf8 = _new_decoder("replace")
-        self._strip = tokenizer.strips_leading_space and not continuation
+        strip = tokenizer.strips_leading_space and not continuation
+        self.bytes_of: Callable[[int], bytes] = self._first_bytes if strip else self._look_up
 
     def push(self, token_ids: Sequence[int]) -> str:
         """New text: whole characters only. Bytes that can't become a character any more are U+FFFD."""
-        bytes_of = self._bytes_of
         if len(token_ids) == 1:
-            return self.push_bytes(bytes_of(token_ids[0]))
-        return self.push_bytes(b"".join([bytes_of(token) for token in token_ids]))
+            return self.push_bytes(self.bytes_of(token_ids[0]))
+        return self.push_bytes(b"".join([self.bytes_of(token) for token in token_ids]))
 
     def push_bytes(self, data: bytes) -> str:
-        """The same for bytes already looked up."""
-        if self._strip and data:
-            self._strip = False
-            data = data.removeprefix(b" ")
+        """The same for the bytes of the next tokens, as `bytes_of` gives them in order."""
         return self._utf8.decode(data)
 
     @property
@@ -53,3 +50,9 @@ class Detokenizer:
     def finish(self) -> str:
         """What an unfinished character turns into when nothing follows: U+FFFD, or nothing."""
         return self._utf8.decode(b"", True)
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        data = self._look_up(token_id)
+        if data:
+            self.bytes_of = self._look_up
+        return data.removeprefix(b" ")
