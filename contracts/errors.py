@@ -46,11 +46,15 @@ def not_found(message: str, param: str | None = None, code: str | None = None) -
 
 def model_not_found(model: str) -> ApiError:
     return not_found(
-        f"The model '{model[:200]}' does not exist here; GET /v1/models lists the models.", "model", "model_not_found"
+        f"The model '{model[:200]}' does not exist here; GET /v1/models lists the models.",
+        "model",
+        "model_not_found",
     )
 
 
-def unavailable(message: str, code: str, retry_after: float = 1, headers: dict[str, str] | None = None) -> ApiError:
+def unavailable(
+    message: str, code: str, retry_after: float = 1, headers: dict[str, str] | None = None
+) -> ApiError:
     """503 with Retry-After in whole seconds: try again, nothing was done."""
     return ApiError(
         503,

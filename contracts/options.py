@@ -1,7 +1,7 @@
 """The worker's options: one model for the fleet file's `worker:` block and the worker's command line.
 
-Field names are vLLM's with underscores, so `max_num_seqs` is `--max-num-seqs` on the command line. The gateway validates
-the block with this model before it starts anything; the worker parses its flags with it.
+Field names are vLLM's with underscores, so `max_num_seqs` is `--max-num-seqs` on the command line. The
+gateway validates the block with this model before it starts anything; the worker parses its flags with it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 class WorkerOptions(BaseModel):
-    """Options that a person may set for one worker; defaults suit a small machine and are resolved at start."""
+    """Options that a person may set for one worker; defaults suit a small machine and are resolved at
+    start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tokenizer: str | None = Field(None, description="Directory or file of the tokenizer, if not the model's own.")
-    chat_template: str | None = Field(None, description="Path of a Jinja chat template, if not the model's own.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu.")
-    gpus: tuple[int, ...] = Field((), description="Indices of the GPUs this worker may use; empty: the first.")
+    tokenizer: str | None = Field(
+        None, description="Directory or file of the tokenizer, if not the model's own."
+    )
+    chat_template: str | None = Field(
+        None, description="Path of a Jinja chat template, if not the model's own."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda if there is one, else cpu."
+    )
+    gpus: tuple[int, ...] = Field(
+        (), description="Indices of the GPUs this worker may use; empty: the first."
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."
     )
@@ -41,9 +50,12 @@ class WorkerOptions(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="Share of the card's memory for weights, activations and KV pages together."
     )
-    gpu_memory: ByteSize | None = Field(None, description="The same as bytes, e.g. 20GiB; wins over the share.")
+    gpu_memory: ByteSize | None = Field(
+        None, description="The same as bytes, e.g. 20GiB; wins over the share."
+    )
     kv_cache_memory_bytes: ByteSize | None = Field(
-        None, description="Bytes for KV pages alone; default on a CPU: 1 GiB, on a GPU: what the budget leaves."
+        None,
+        description="Bytes for KV pages alone; default on a CPU: 1 GiB, on a GPU: what the budget leaves.",
     )
     num_gpu_blocks_override: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Exact number of KV pages, for tests; wins over everything."
@@ -53,7 +65,9 @@ class WorkerOptions(BaseModel):
         True, description="Split long prompts over steps; off: a prompt is prefilled in one step."
     )
     enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
-    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="Overrides the checkpoint's value.")
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Overrides the checkpoint's value."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of random: weights.")
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None, description="CPU threads of the engine; default: the cores this process may use."

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 class AttentionBatch:
     """Layout of one step: T query tokens of B sequences, decoding sequences first.
 
-    Sequence i owns rows query_starts[i]:query_starts[i+1]; they are the *last* positions of its seq_lens[i] tokens
-    (earlier ones are in the cache already). The first `num_decodes` sequences have exactly one row each, so the
-    first `num_decodes` rows are theirs.
+    Sequence i owns rows query_starts[i]:query_starts[i+1]; they are the *last* positions of its seq_lens[i]
+    tokens (earlier ones are in the cache already). The first `num_decodes` sequences have exactly one row
+    each, so the first `num_decodes` rows are theirs.
 
-    KV cache of a layer: k_cache, v_cache of shape [num_pages, num_kv_heads, page_size, head_dim]. Token position p of
-    sequence i lies in page block_tables[i, p // page_size] at offset p % page_size; its slot is page * page_size + offset.
-    Page 0 is the null page: nothing is ever read from it, and padding rows (slot < page_size) are not written.
+    KV cache of a layer: k_cache, v_cache of shape [num_pages, num_kv_heads, page_size, head_dim]. Token
+    position p of sequence i lies in page block_tables[i, p // page_size] at offset p % page_size; its slot is
+    page * page_size + offset. Page 0 is the null page: nothing is ever read from it, and padding rows (slot <
+    page_size) are not written.
 
-    block_tables [B, M] int32, seq_lens [B] int32, query_starts [B + 1] int32, slots [T] int64, positions [T] int64.
+    block_tables [B, M] int32, seq_lens [B] int32, query_starts [B + 1] int32, slots [T] int64, positions [T]
+    int64.
     """
 
     positions: Tensor
@@ -32,4 +34,6 @@ class AttentionBatch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    plans: dict[str, Any] = field(default_factory=dict)  # what a device path derives once a step, for all layers
+    plans: dict[str, Any] = field(
+        default_factory=dict
+    )  # what a device path derives once a step, for all layers

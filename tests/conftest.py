@@ -1,4 +1,5 @@
-"""Shared fixtures. What a test needs and can't get is skipped with one visible line; PAGEFLEET_FORBID_SKIP=1 makes that a failure."""
+"""Shared fixtures. What a test needs and can't get is skipped with one visible line; PAGEFLEET_FORBID_SKIP=1
+makes that a failure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """LLM: the engine in the caller's own process, for offline work.
 
-    with LLM("models/SmolLM2-135M-Instruct.Q4_1.gguf") as llm:
-        for result in llm.generate(["Paris is", "Rome is"], SamplingParams(temperature=0, max_tokens=8)):
-            print(result.outputs[0].text)
+with LLM("models/SmolLM2-135M-Instruct.Q4_1.gguf") as llm:
+    for result in llm.generate(["Paris is", "Rome is"], SamplingParams(temperature=0, max_tokens=8)):
+        print(result.outputs[0].text)
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import BarColumn as Bar
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from contracts.options import WorkerOptions
 from worker.engine.config import resolve
@@ -82,7 +82,7 @@ class LLM:
         return self._engine.stats()
 
     def check_integrity(self) -> str:
-        """"" when the KV cache's books balance; with nothing running, every page is free."""
+        """What is wrong with the KV cache's books, or nothing: with nothing running, every page is free."""
         return self._engine.check_integrity()
 
     def reset_prefix_cache(self) -> None:
@@ -97,8 +97,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order; all run together.
 
-        A prompt is text or a list of token ids; `params` is one for all, or one for each. Raises ValueError, before anything
-        runs, when a prompt is empty or too long, or when text is given and the model has no tokenizer.
+        A prompt is text or a list of token ids; `params` is one for all, or one for each. Raises ValueError,
+        before anything runs, when a prompt is empty or too long, or when text is given and the model has no
+        tokenizer.
         """
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -124,12 +125,16 @@ class LLM:
         if self._template is None:
             tokenizer = self.tokenizer
             if tokenizer is None or tokenizer.chat_template is None:
-                raise ValueError("the model has no chat template; use generate, or give the option chat_template")
+                raise ValueError(
+                    "the model has no chat template; use generate, or give the option chat_template"
+                )
             self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
         several = [messages] if not messages or isinstance(messages[0], dict) else messages
         assert self.tokenizer is not None
         prompts = [
-            self.tokenizer.encode(self._template.render(conversation, **template_kwargs), add_special_tokens=False)
+            self.tokenizer.encode(
+                self._template.render(conversation, **template_kwargs), add_special_tokens=False
+            )
             for conversation in several
         ]
         return self.generate(prompts, params, progress=progress)
@@ -158,7 +163,9 @@ class LLM:
         if length >= longest:
             raise ValueError(f"a prompt has {length} tokens; max_model_len is {longest}, the answer included")
 
-    def _run(self, results: list[RequestOutput], each: list[SamplingParams], progress: bool) -> list[RequestOutput]:
+    def _run(
+        self, results: list[RequestOutput], each: list[SamplingParams], progress: bool
+    ) -> list[RequestOutput]:
         active: dict[str, _Answer] = {}
         try:
             for result, params in zip(results, each):
@@ -166,7 +173,9 @@ class LLM:
                     answer = _Answer(result, index, params, self.tokenizer)
                     name = f"llm-{next(self._ids)}"
                     active[name] = answer
-                    message = EngineRequest(name, result.prompt_token_ids, params, seed, arrival=time.monotonic())
+                    message = EngineRequest(
+                        name, result.prompt_token_ids, params, seed, arrival=time.monotonic()
+                    )
                     refused = self._engine.add(message)
                     if refused is not None:
                         raise ValueError(refused.error)
@@ -178,7 +187,12 @@ class LLM:
         return results
 
     def _step_until_done(self, active: dict[str, _Answer], progress: bool) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} answers"), Bar(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} answers"),
+            Bar(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, transient=True, disable=not progress) as bar:
             task = bar.add_task("generate", total=len(active))
             while active:
@@ -187,7 +201,9 @@ class LLM:
                     if answer is None:
                         continue
                     if answer.take(output):
-                        self._engine.abort(output.request_id)  # a stop string; no effect on what has ended by itself
+                        self._engine.abort(
+                            output.request_id
+                        )  # a stop string; no effect on what has ended by itself
                         del active[output.request_id]
                         bar.advance(task)
 
@@ -195,7 +211,9 @@ class LLM:
 class _Answer:
     """Collects one answer, and finds stop strings in it."""
 
-    def __init__(self, result: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, result: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
         self._result = result
         self.output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
         result.outputs.append(self.output)

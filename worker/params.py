@@ -1,7 +1,7 @@
 """SamplingParams: how one request's tokens are chosen. vLLM's names and meanings.
 
-The same object travels to the engine process (msgspec), so it holds plain values only. Bounds are checked on construction;
-the error names the field, the value and the bound.
+The same object travels to the engine process (msgspec), so it holds plain values only. Bounds are checked on
+construction; the error names the field, the value and the bound.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._check_int("max_tokens", self.max_tokens, 1, 1 << 31)
         self._check_int("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            _fail(
+                "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
         if len(self.stop) > MAX_STOP:
             _fail("stop", f"stop may hold at most {MAX_STOP} strings, not {len(self.stop)}")
         for text in self.stop:
@@ -102,7 +104,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            _fail("logit_bias", f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}")
+            _fail(
+                "logit_bias",
+                f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}",
+            )
         for token, bias in self.logit_bias.items():
             self._check_int("logit_bias", token, 0, 1 << 31)
             self._check_float("logit_bias", bias, -100.0, 100.0)

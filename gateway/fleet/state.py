@@ -1,7 +1,7 @@
 """The routes documents: one per model, what every gateway routes by.
 
-The supervisor is the one writer. All documents live in one file, replaced as a whole: a reader sees the old or the new one,
-never half of either, also after a power cut.
+The supervisor is the one writer. All documents live in one file, replaced as a whole: a reader sees the old
+or the new one, never half of either, also after a power cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ TargetState = Literal["starting", "ready", "draining", "down"]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that may get requests: `slot` names its place, `generation` counts the processes that filled it."""
+    """A worker that may get requests: `slot` names its place, `generation` counts the processes that filled
+    it."""
 
     slot: str
     generation: int
@@ -32,7 +33,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's document. `epoch` grows with every change; `salt` moves users to other buckets at a new rollout."""
+    """One model's document. `epoch` grows with every change; `salt` moves users to other buckets at a new
+    rollout."""
 
     model: str
     epoch: int
@@ -50,7 +52,8 @@ class RoutesFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_routes(path: Path) -> RoutesFile:
-    """The documents at `path`; an empty set when there is no file. msgspec.ValidationError when it isn't ours."""
+    """The documents at `path`; an empty set when there is no file. msgspec.ValidationError when it isn't
+    ours."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RoutesFile)
     except FileNotFoundError:

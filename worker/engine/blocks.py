@@ -1,10 +1,12 @@
 """Page pool and prefix cache: which page of the KV cache belongs to whom.
 
-Pages are reference counted, since equal prompt prefixes share them. A page that nobody holds but whose content is known keeps it
-until the space is needed: such pages are evicted least recently used first. Page 0 is the null page and is never handed out.
+Pages are reference counted, since equal prompt prefixes share them. A page that nobody holds but whose
+content is known keeps it until the space is needed: such pages are evicted least recently used first. Page 0
+is the null page and is never handed out.
 
-A cached page is found by the SHA-256 of the hash of the page before it and its own tokens, so a hit means equal tokens from the
-start of the sequence; a hash that can be guessed would let one user read another's prefix (vllm#12621).
+A cached page is found by the SHA-256 of the hash of the page before it and its own tokens, so a hit means
+equal tokens from the start of the sequence; a hash that can be guessed would let one user read another's
+prefix (vllm#12621).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class PagePool:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self._references = [0] * num_pages
-        self._empty = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: recently used pages are warm in cache
+        self._empty = list(
+            range(num_pages - 1, NULL_PAGE, -1)
+        )  # a stack: recently used pages are warm in cache
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached, held by nobody; oldest first
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -111,7 +115,8 @@ class PagePool:
             self._references[page] += 1
 
     def publish(self, page: int, key: bytes) -> None:
-        """Make a full, held page findable. When equal content is cached already, that page stays the one found."""
+        """Make a full, held page findable. When equal content is cached already, that page stays the one
+        found."""
         if self.prefix_cache and key not in self._page_of and page not in self._hash_of:
             self._page_of[key] = page
             self._hash_of[page] = key

@@ -1,6 +1,7 @@
 """The memory sum: budget = weights + activations + KV pages.
 
-Sized from the budget, never from what happens to be free, so two workers that start together get what each would get alone.
+Sized from the budget, never from what happens to be free, so two workers that start together get what each
+would get alone.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ def plan_pages(config: EngineConfig, weight_bytes: int, activation_bytes: int) -
     if pages < 2 or (config.max_model_len_fixed and room < config.max_model_len):
         raise EngineError(
             f"the KV cache is too small: {explanation}; a page of {config.page_size} tokens takes "
-            f"{format_bytes(page_bytes)}, so {max(0, room)} tokens fit and max_model_len is {config.max_model_len}. "
+            f"{format_bytes(page_bytes)}, so {max(0, room)} tokens fit and max_model_len is "
+            f"{config.max_model_len}. "
             "Raise gpu_memory or kv_cache_memory_bytes, or lower max_model_len or max_num_batched_tokens"
         )
     return PageBudget(pages, min(config.max_model_len, room))
 
 
-def _pages(config: EngineConfig, page_bytes: int, weight_bytes: int, activation_bytes: int) -> tuple[int, str]:
+def _pages(
+    config: EngineConfig, page_bytes: int, weight_bytes: int, activation_bytes: int
+) -> tuple[int, str]:
     """Number of pages, the null page included, and the sum in words."""
     if config.num_pages is not None:
         return config.num_pages, f"num_gpu_blocks_override {config.num_pages}"

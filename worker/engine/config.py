@@ -42,9 +42,11 @@ class EngineConfig:
 
 
 def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None = None) -> EngineConfig:
-    """Fill in what `options` leave open. EngineError when they can't be had on this machine or with this model.
+    """Fill in what `options` leave open. EngineError when they can't be had on this machine or with this
+    model.
 
-    `vocab_limit` is the tokenizer's size: ids of the output layer beyond it are padding and are never sampled.
+    `vocab_limit` is the tokenizer's size: ids of the output layer beyond it are padding and are never
+    sampled.
     """
     model = source.config
     device = _device(options)
@@ -53,7 +55,8 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
     longest = model.max_position_embeddings
     if options.max_model_len is not None and options.max_model_len > longest:
         raise EngineError(
-            f"max_model_len {options.max_model_len} is longer than the {longest} positions the model was made for"
+            f"max_model_len {options.max_model_len} is longer than the {longest} positions "
+            "the model was made for"
         )
     max_model_len = options.max_model_len or longest
     max_num_seqs = options.max_num_seqs or (256 if on_gpu else 64)
@@ -95,7 +98,9 @@ def _device(options: WorkerOptions) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         if wanted == "cuda":
-            raise EngineError("device cuda is asked for, but torch sees no GPU; check the driver, or set device: cpu")
+            raise EngineError(
+                "device cuda is asked for, but torch sees no GPU; check the driver, or set device: cpu"
+            )
         return torch.device("cpu")
     index = options.gpus[0] if options.gpus else 0
     if index >= count:

@@ -114,7 +114,10 @@ class Engine:
         if not request.tokens:
             return "the prompt is empty"
         if request.prompt_length >= longest:
-            return f"the prompt has {request.prompt_length} tokens; max_model_len {longest} leaves no room for an answer"
+            return (
+                f"the prompt has {request.prompt_length} tokens; "
+                f"max_model_len {longest} leaves no room for an answer"
+            )
         if max(request.tokens) >= self.config.source.config.vocab_size or min(request.tokens) < 0:
             return f"prompt token ids must be from 0 to {self.config.source.config.vocab_size - 1}"
         return None
@@ -137,10 +140,13 @@ class Engine:
 
     def drain(self) -> list[RequestOutput]:
         """Read back all launched steps."""
-        return [output for launched in list(self._launched) for output in self._collect(self._launched.popleft())]
+        return [
+            output for launched in list(self._launched) for output in self._collect(self._launched.popleft())
+        ]
 
     def call(self, operation: str) -> str:
-        """Operations between steps: "reset_prefix_cache", "check_integrity", "ping". "" or what went wrong."""
+        """Operations between steps: "reset_prefix_cache", "check_integrity", "ping". "" or what went
+        wrong."""
         if operation == "reset_prefix_cache":
             self.scheduler.pool.reset_cache()
             for request in self.scheduler.running:
@@ -151,7 +157,7 @@ class Engine:
         return "" if operation == "ping" else f"unknown operation {operation}"
 
     def check_integrity(self) -> str:
-        """"" when pages and rows balance and, with nothing running, every page is free; else what is wrong."""
+        """What is wrong with the KV cache's books, or nothing: with nothing running, every page is free."""
         if self._launched:
             return "steps are in flight"
         try:
@@ -185,8 +191,9 @@ class Engine:
         """The sum, for an out-of-memory message."""
         info = self.info
         return (
-            f"weights {format_bytes(info.weight_bytes)} + KV cache {format_bytes(info.kv_cache_bytes)}, the rest activations "
-            f"of up to {info.max_num_batched_tokens} tokens; lower max_num_batched_tokens, kv_cache_memory_bytes or gpu_memory"
+            f"weights {format_bytes(info.weight_bytes)} + KV cache {format_bytes(info.kv_cache_bytes)}, "
+            f"the rest activations of up to {info.max_num_batched_tokens} tokens; "
+            "lower max_num_batched_tokens, kv_cache_memory_bytes or gpu_memory"
         )
 
     # ---- inside

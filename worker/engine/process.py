@@ -1,7 +1,7 @@
 """The engine process: `python -m worker.engine.process --fd N --parent-pid P --options JSON`.
 
-It lives as long as its server process: the socket pair's end-of-file ends it, and the kernel kills it when the parent goes while
-it is deep in loading.
+It lives as long as its server process: the socket pair's end-of-file ends it, and the kernel kills it when
+the parent goes while it is deep in loading.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ from __future__ import annotations
 from worker.engine.blocks import page_hash, root_hash
 from worker.ipc.messages import EngineRequest, FinishReason
 
-# One step of priority is worth this many seconds of waiting: requests run in the order of arrival + priority * AGEING,
-# so that urgent ones go first and nothing starves.
+# One step of priority is worth this many seconds of waiting: requests run in the order of arrival + priority
+# * AGEING, so that urgent ones go first and nothing starves.
 AGEING = 10.0
 
 
 class Request:
     """Tokens, pages and progress of one sequence.
 
-    `tokens` is prompt and output, as far as known on the host. With overlapped steps, up to `pending` more tokens have been
-    sampled on the device and not read back yet. `computed` counts tokens whose keys and values are in the cache, those of
-    steps in flight included.
+    `tokens` is prompt and output, as far as known on the host. With overlapped steps, up to `pending` more
+    tokens have been sampled on the device and not read back yet. `computed` counts tokens whose keys and
+    values are in the cache, those of steps in flight included.
     """
 
     __slots__ = (
@@ -33,15 +33,17 @@ class Request:
         "pending",
         "prompt_length",
         "published",
-        "row",
         "root",
+        "row",
         "seed",
         "stop_tokens",
-        "tokens",
         "token_limit",
+        "tokens",
     )
 
-    def __init__(self, message: EngineRequest, *, max_model_len: int, eos_token_ids: frozenset[int], number: int) -> None:
+    def __init__(
+        self, message: EngineRequest, *, max_model_len: int, eos_token_ids: frozenset[int], number: int
+    ) -> None:
         params = message.params
         self.id = message.request_id
         self.params = params
@@ -61,7 +63,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self.first_scheduled = 0.0
-        self.stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.stop_tokens = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else eos_token_ids
+        )
         self.token_limit = max_model_len  # prompt + output never get longer
         if params.max_tokens is not None:
             self.token_limit = min(self.token_limit, self.prompt_length + params.max_tokens)

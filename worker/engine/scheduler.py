@@ -1,10 +1,11 @@
 """Scheduler: which tokens run in the next step.
 
-Continuous batching with chunked prefill: one step mixes sequences that decode (one token each) with pieces of prompts, within
-a token budget (Sarathi-Serve, arXiv 2403.02310; paging and preemption by recompute after vLLM, arXiv 2309.06180).
+Continuous batching with chunked prefill: one step mixes sequences that decode (one token each) with pieces of
+prompts, within a token budget (Sarathi-Serve, arXiv 2403.02310; paging and preemption by recompute after
+vLLM, arXiv 2309.06180).
 
-It is pure bookkeeping: no clock but what is passed in, no device. Steps may overlap: `schedule` can be called again before the
-last step's tokens are known; see Request.pending.
+It is pure bookkeeping: no clock but what is passed in, no device. Steps may overlap: `schedule` can be called
+again before the last step's tokens are known; see Request.pending.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from worker.ipc.messages import FinishReason
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's part of a step: tokens [start, start + count); `sample` when a new token follows from it."""
+    """One sequence's part of a step: tokens [start, start + count); `sample` when a new token follows from
+    it."""
 
     request: Request
     start: int
@@ -67,7 +69,8 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_order)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Take a request out; its pages go back now, or when the last step that writes them has been collected."""
+        """Take a request out; its pages go back now, or when the last step that writes them has been
+        collected."""
         request.finish_reason = reason
         _remove(self.running if request.row >= 0 else self.waiting, request)
         if request.in_flight:
@@ -115,7 +118,8 @@ class Scheduler:
         return Step(ordered)
 
     def update(self, request: Request, token: int) -> FinishReason | None:
-        """Add the token that a collected step sampled; publishes pages that are full by now. Not for finished requests."""
+        """Add the token that a collected step sampled; publishes pages that are full by now. Not for finished
+        requests."""
         request.pending -= 1
         reason = request.append(token)
         self._publish(request)
@@ -152,7 +156,8 @@ class Scheduler:
         return -(-tokens // self.pool.page_size)
 
     def _extend(self, request: Request, count: int, rows: dict[Request, Row]) -> int:
-        """Give a running request `count` more tokens in this step, preempting later ones for pages. Tokens scheduled."""
+        """Give a running request `count` more tokens in this step, preempting later ones for pages. Tokens
+        scheduled."""
         need = self._pages_for(request.computed + count) - len(request.pages)
         while need > 0:
             pages = self.pool.allocate(need)
@@ -173,9 +178,11 @@ class Scheduler:
         rows[request] = Row(request, start, count, sample, decode=count == 1 and start > 0)
 
     def _admit(self, budget: int, rows: dict[Request, Row], now: float) -> None:
-        """Start waiting requests, in order, while their whole prompts fit next to what running prompts still need."""
+        """Start waiting requests, in order, while their whole prompts fit next to what running prompts still
+        need."""
         promised = sum(self._pages_for(r.length) - len(r.pages) for r in self.running if not r.decoding)
-        # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of the pool usable.
+        # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of
+        # the pool usable.
         watermark = min(len(self.running), self.pool.capacity // 50) if self.running else 0
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting[0]
@@ -218,7 +225,8 @@ class Scheduler:
         return self.pool.find(request.page_hashes(full, self.pool.page_size))
 
     def _preempt(self, request: Request) -> None:
-        """Back to waiting; what it computed is lost, except for pages that the prefix cache keeps until they are needed."""
+        """Back to waiting; what it computed is lost, except for pages that the prefix cache keeps until they
+        are needed."""
         _remove(self.running, request)
         self.preemptions += 1
         self._release(request)

@@ -1,7 +1,8 @@
 """Framed msgpack over a Unix socket pair.
 
-A frame is a 4-byte little-endian length and that many bytes. A socket pair rather than a named endpoint: when either process
-ends, however it ends, the other reads end-of-file at once, and nothing is left in the file system.
+A frame is a 4-byte little-endian length and that many bytes. A socket pair rather than a named endpoint: when
+either process ends, however it ends, the other reads end-of-file at once, and nothing is left in the file
+system.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class EngineChannel(Generic[T]):
     def receive(self, timeout: float | None = 0) -> list[T]:
         """Messages that have arrived; waits up to `timeout` seconds (None: for ever) for the first.
 
-        Returns early with an empty list when only queued output was written. Raises ChannelClosed at end-of-file.
+        Returns early with an empty list when only queued output was written. Raises ChannelClosed at
+        end-of-file.
         """
         writers = [self._socket] if self._outbox else []
         readable, writable, _ = select.select([self._socket], writers, [], timeout)

@@ -39,7 +39,8 @@ class EngineDead(RuntimeError):
 class RequestStream:
     """Outputs of one request, in order; iteration ends after the one that carries `finish_reason`.
 
-    Outputs that pile up while the consumer is busy are merged, so a slow consumer holds one object, not one a token.
+    Outputs that pile up while the consumer is busy are merged, so a slow consumer holds one object, not one a
+    token.
     """
 
     def __init__(self) -> None:
@@ -77,8 +78,8 @@ class RequestStream:
 class EngineClient:
     """Starts the engine process, sends it requests, hands back its outputs.
 
-    `command` is the engine's argument vector; it is given `--fd N`, its end of the socket pair. Everything asked for during
-    one turn of the event loop goes out as one message.
+    `command` is the engine's argument vector; it is given `--fd N`, its end of the socket pair. Everything
+    asked for during one turn of the event loop goes out as one message.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -109,14 +110,22 @@ class EngineClient:
         return len(self._streams)
 
     async def start(self) -> None:
-        """Start the process and return at once; loading goes on in the background (see `state` and `progress`)."""
+        """Start the process and return at once; loading goes on in the background (see `state` and
+        `progress`)."""
+        ours = self._spawn()
+        self._channel = await ServerChannel.open(ours, FromEngine)
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+
+    def _spawn(self) -> socket.socket:
+        """Start the process from this very thread: the kernel kills it when the thread that started it ends."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with theirs:
-            self._process = subprocess.Popen([*self._command, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()])
-        self._channel = await ServerChannel.open(ours, FromEngine)
-        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+            self._process = subprocess.Popen(
+                [*self._command, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        return ours
 
     async def wait_ready(self) -> EngineInfo:
         """EngineInfo once the engine has loaded; EngineDead when it can't."""
@@ -138,7 +147,8 @@ class EngineClient:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Stop generating for a request; unknown and finished ids are ignored. Its stream ends with reason "abort"."""
+        """Stop generating for a request; unknown and finished ids are ignored. Its stream ends with reason
+        "abort"."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
@@ -148,7 +158,8 @@ class EngineClient:
             self._schedule_flush()
 
     async def call(self, operation: str) -> str:
-        """Run "reset_prefix_cache", "check_integrity" or "ping" between two steps; the engine's answer, "" for done."""
+        """Run "reset_prefix_cache", "check_integrity" or "ping" between two steps; the engine's answer, ""
+        for done."""
         if self.state == "dead":
             raise EngineDead(self.failure or "the engine has ended")
         call_id = next(self._call_ids)
@@ -253,4 +264,12 @@ class EngineClient:
 
 def engine_command(options_json: str) -> list[str]:
     """The engine's argument vector for resolved options (see worker.engine.process)."""
-    return [sys.executable, "-m", "worker.engine.process", "--options", options_json, "--parent-pid", str(os.getpid())]
+    return [
+        sys.executable,
+        "-m",
+        "worker.engine.process",
+        "--options",
+        options_json,
+        "--parent-pid",
+        str(os.getpid()),
+    ]

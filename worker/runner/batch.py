@@ -15,7 +15,8 @@ from worker.engine.scheduler import Step
 
 @dataclass(slots=True)
 class StepInputs:
-    """What the model reads: token ids [T], the layout, and which rows [R] the sampler needs, with their requests."""
+    """What the model reads: token ids [T], the layout, and which rows [R] the sampler needs, with their
+    requests."""
 
     token_ids: Tensor
     attention: AttentionBatch
@@ -34,11 +35,14 @@ class BatchBuilder:
         self.page_size = page_size
         self.device = device
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // page_size)), dtype=np.int32)
-        self._pages: list[list[int] | None] = [None] * max_num_seqs  # the very list that the row's table shows
+        self._pages: list[list[int] | None] = [
+            None
+        ] * max_num_seqs  # the very list that the row's table shows
         self._shown = [0] * max_num_seqs
 
     def build(self, step: Step, last_tokens: Tensor) -> StepInputs:
-        """Tensors of a step. `last_tokens` [max_num_seqs] holds, on the device, what was sampled for each row last."""
+        """Tensors of a step. `last_tokens` [max_num_seqs] holds, on the device, what was sampled for each row
+        last."""
         rows = step.rows
         count = len(rows)
         total = step.num_tokens
@@ -67,7 +71,10 @@ class BatchBuilder:
             batch_rows[i] = request.row
         widest = int(lengths.max())
         tables = self._tables[batch_rows, : -(-widest // self.page_size)]
-        slots = tables[owner, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+        slots = (
+            tables[owner, positions // self.page_size].astype(np.int64) * self.page_size
+            + positions % self.page_size
+        )
         decodes = sum(row.decode for row in rows)
         sampled = [row.request for row in rows if row.sample]
         ends = starts[1:][[row.sample for row in rows]].astype(np.int64) - 1

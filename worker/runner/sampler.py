@@ -1,8 +1,8 @@
 """Sampler: logits to tokens.
 
-Order as in vLLM: bias and penalties, then temperature, then top-k, top-p and min-p on the probabilities, then one draw.
-The draw inverts the cumulative distribution in vocabulary order at u(seed, position): one number a token, so neither the
-batch, nor preemption, nor the device changes what a seed gives.
+Order as in vLLM: bias and penalties, then temperature, then top-k, top-p and min-p on the probabilities, then
+one draw. The draw inverts the cumulative distribution in vocabulary order at u(seed, position): one number a
+token, so neither the batch, nor preemption, nor the device changes what a seed gives.
 """
 
 from __future__ import annotations
@@ -73,12 +73,14 @@ def _uses_penalties(params: SamplingParams) -> bool:
 
 
 def _position(request: Request) -> int:
-    """Place in the answer, from 0, of the token being sampled: the scheduler has counted it as pending already."""
+    """Place in the answer, from 0, of the token being sampled: the scheduler has counted it as pending
+    already."""
     return request.output_length - 1
 
 
 class Sampler:
-    """Samples for rows of the batch; token counts for penalties live on the device, a row for each sequence."""
+    """Samples for rows of the batch; token counts for penalties live on the device, a row for each
+    sequence."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, vocab_limit: int, device: torch.device) -> None:
         self.device = device
@@ -123,7 +125,9 @@ class Sampler:
         for i, request in enumerate(requests):
             params = request.params
             if params.logit_bias:
-                ids = torch.tensor([t for t in params.logit_bias if t < self._vocab_limit], device=self.device)
+                ids = torch.tensor(
+                    [t for t in params.logit_bias if t < self._vocab_limit], device=self.device
+                )
                 bias = [b for t, b in params.logit_bias.items() if t < self._vocab_limit]
                 logits[i, ids] += torch.tensor(bias, device=self.device)
             if _position(request) < params.min_tokens and request.stop_tokens:
@@ -133,14 +137,19 @@ class Sampler:
             self._penalise(logits, places, [requests[i] for i in places])
 
     def _penalise(self, logits: Tensor, places: list[int], requests: list[Request]) -> None:
-        """Repetition (arXiv 1909.05858): divide positive, multiply negative logits of tokens seen in prompt or output;
-        presence and frequency (OpenAI): subtract for tokens of the output, once and as often as they came."""
-        assert self._output_counts is not None and self._prompt_seen is not None
+        """Repetition (arXiv 1909.05858): divide positive, multiply negative logits of tokens seen in prompt
+        or output; presence and frequency (OpenAI): subtract for tokens of the output, once and as often as
+        they came."""
+        assert self._output_counts is not None
+        assert self._prompt_seen is not None
         rows = torch.tensor([r.row for r in requests], device=self.device)
         counts = self._output_counts[rows]
         present = counts > 0
         repetition, presence, frequency = self._columns(
-            [(r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) for r in requests]
+            [
+                (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty)
+                for r in requests
+            ]
         )
         chosen = logits[places]
         factor = torch.where(present | self._prompt_seen[rows], repetition, 1.0)
@@ -184,7 +193,8 @@ class Sampler:
         total = cumulative[:, -1:]
         target = torch.tensor(draws, dtype=torch.float64, device=self.device)[:, None] * total
         target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-        # `right`: the first token whose cumulative probability is above the target, so never one of probability 0.
+        # `right`: the first token whose cumulative probability is above the target, so never one of
+        # probability 0.
         return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=self._vocab_limit - 1)
 
     def _keep_likeliest(self, probs: Tensor, top_k: Tensor, top_p: Tensor, requests: list[Request]) -> None:
@@ -215,12 +225,14 @@ class Sampler:
 
 
 def _threshold(values: Tensor, top_k: Tensor, top_p: Tensor, *, complete: bool) -> tuple[Tensor, Tensor]:
-    """Smallest probability kept [R, 1] given the likeliest ones in descending order, and whether that is certain [R, 1]."""
+    """Smallest probability kept [R, 1] given the likeliest ones in descending order, and whether that is
+    certain [R, 1]."""
     width = values.shape[1]
     last = torch.where(top_k > 0, top_k, float(width)).long().clamp_(max=width) - 1
     kept = torch.arange(width, device=values.device) <= last
     mass = torch.where(kept, values, 0.0).cumsum(dim=-1)
-    # top-p is taken of what top-k left. Where neither ends within `values`, only a full sort can tell the mass.
+    # top-p is taken of what top-k left. Where neither ends within `values`, only a full sort can tell the
+    # mass.
     bounded = (top_k > 0) & (top_k <= width)
     total = torch.where(bounded, mass[:, -1:], 1.0)
     enough = mass >= top_p * total

@@ -35,7 +35,9 @@ class Runner:
     def __init__(self, model: CausalLM, config: EngineConfig, kv_cache: KvCache) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self._builder = BatchBuilder(config.max_num_seqs, config.max_model_len, config.page_size, config.device)
+        self._builder = BatchBuilder(
+            config.max_num_seqs, config.max_model_len, config.page_size, config.device
+        )
         vocab = config.source.config.vocab_size
         self._sampler = Sampler(config.max_num_seqs, vocab, config.vocab_limit, config.device)
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
@@ -60,7 +62,8 @@ class Runner:
 
 @torch.inference_mode()
 def dry_run(model: CausalLM, config: EngineConfig, kv_cache: KvCache, shapes: list[tuple[int, int]]) -> None:
-    """Run steps of (sequences, tokens each) that read and write the null page only: compiles kernels, shows peak memory."""
+    """Run steps of (sequences, tokens each) that read and write the null page only: compiles kernels, shows
+    peak memory."""
     device = config.device
     for sequences, tokens in shapes:
         total = sequences * tokens
@@ -68,7 +71,9 @@ def dry_run(model: CausalLM, config: EngineConfig, kv_cache: KvCache, shapes: li
         batch = AttentionBatch(
             positions=positions,
             slots=positions % config.page_size,
-            block_tables=torch.zeros(sequences, -(-tokens // config.page_size), dtype=torch.int32, device=device),
+            block_tables=torch.zeros(
+                sequences, -(-tokens // config.page_size), dtype=torch.int32, device=device
+            ),
             seq_lens=torch.full((sequences,), tokens, dtype=torch.int32, device=device),
             query_starts=torch.arange(0, total + 1, tokens, dtype=torch.int32, device=device),
             num_decodes=sequences if tokens == 1 else 0,
