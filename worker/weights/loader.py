@@ -1,0 +1,90 @@
+"""A model from its source: parameters allocated once, checkpoint tensors streamed straight into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from worker.model.config import ModelConfig
+from worker.model.layers import CausalLM
+from worker.model.registry import LAYOUTS
+from worker.weights.gguf_header import read_gguf_header
+from worker.weights.gguf_tensors import read_gguf
+from worker.weights.random_weights import fill_random
+from worker.weights.safetensors_files import read_safetensors, safetensors_files
+from worker.weights.source import ModelSource
+from worker.weights.targets import CheckpointTensor, Targets
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@torch.inference_mode()
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_model_len: int,
+    rope_theta: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Allocate the model on `device` and fill it; memory peaks at the weights and one tensor.
+
+    Args:
+        source: what `resolve_source` found.
+        dtype: of weights and activations, whatever the checkpoint's is.
+        device: where parameters live; random ones are made there.
+        max_model_len: positions the rotary tables cover; with longrope also which factors are used.
+        rope_theta: replaces the checkpoint's base of the rotary embedding.
+        seed: of `random:` weights.
+        progress: called with bytes of the checkpoint read and their sum.
+
+    Raises:
+        SourceError: a tensor is missing, unexpected, of the wrong shape or type, or a file is corrupt.
+    """
+    config = _with_theta(source.config, rope_theta)
+    model = CausalLM(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    if source.kind == "random":
+        _fill_random(model, seed, progress)
+        return model
+    layout = LAYOUTS[config.architecture]
+    if source.kind == "gguf":
+        header = read_gguf_header(source.path)
+        targets = Targets(config, model.named_parameters, layout.gguf, source.path)
+        _fill(targets, read_gguf(header), sum(t.nbytes for t in header.tensors), progress)
+    else:
+        files = safetensors_files(source.path)
+        targets = Targets(config, model.named_parameters, layout.hf, source.path)
+        _fill(targets, read_safetensors(files), sum(file.stat().st_size for file in files), progress)
+    return model
+
+
+def _with_theta(config: ModelConfig, rope_theta: float | None) -> ModelConfig:
+    return config if rope_theta is None else replace(config, rope=replace(config.rope, theta=rope_theta))
+
+
+def _fill(
+    targets: Targets, tensors: Iterable[CheckpointTensor], total: int, progress: Progress | None
+) -> None:
+    done = 0
+    for tensor in tensors:
+        targets.fill(tensor)
+        done += tensor.nbytes
+        if progress:
+            progress(done, total)
+    targets.finish()
+    if progress:
+        progress(total, total)
+
+
+def _fill_random(model: CausalLM, seed: int, progress: Progress | None) -> None:
+    generator = torch.Generator(model.device).manual_seed(seed)
+    done = 0
+    for name, parameter in model.named_parameters.items():
+        fill_random(name, parameter, generator)
+        done += parameter.nbytes
+        if progress:
+            progress(done, model.weight_bytes)
