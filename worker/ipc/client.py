@@ -117,7 +117,7 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
 
     def _spawn(self) -> socket.socket:
-        """Start the process from this very thread: the kernel kills it when the thread that started it ends."""
+        """Start the process from this very thread: the kernel kills it when its starting thread ends."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

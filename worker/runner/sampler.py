@@ -125,11 +125,10 @@ class Sampler:
         for i, request in enumerate(requests):
             params = request.params
             if params.logit_bias:
-                ids = torch.tensor(
-                    [t for t in params.logit_bias if t < self._vocab_limit], device=self.device
-                )
-                bias = [b for t, b in params.logit_bias.items() if t < self._vocab_limit]
-                logits[i, ids] += torch.tensor(bias, device=self.device)
+                ids = torch.tensor(list(params.logit_bias), device=self.device)
+                bias = torch.tensor(list(params.logit_bias.values()), device=self.device)
+                real = ids < self._vocab_limit
+                logits[i, ids[real]] += bias[real]
             if _position(request) < params.min_tokens and request.stop_tokens:
                 logits[i, [t for t in request.stop_tokens if t < self._vocab_size]] = -torch.inf
         places = [i for i, r in enumerate(requests) if _uses_penalties(r.params)]
