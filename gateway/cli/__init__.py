@@ -1,0 +1,41 @@
+"""The `pagefleet` command; one module per group of commands, imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+_COMMANDS = {
+    "up": "gateway.cli.up:up",
+    "down": "gateway.cli.down:down",
+    "status": "gateway.cli.status:status",
+    "logs": "gateway.cli.logs:logs",
+    "chat": "gateway.cli.chat:chat",
+    "config": "gateway.cli.config:config",
+    "worker": "gateway.cli.process:worker",
+    "gateway": "gateway.cli.process:gateway",
+    "version": "gateway.cli.process:version",
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Several language models behind one HTTP endpoint.
+
+    Exit codes: 0 ok, 1 failed, 2 invalid use or configuration, 3 timed out and still running,
+    6 conflict, 7 degraded.
+    """

@@ -1,0 +1,139 @@
+"""`pagefleet chat`: talk to a model through the gateway."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import httpx
+
+from gateway.cli.common import fail, print_json, require_fleet, which_fleet
+from gateway.fleet.statedir import StateDir
+
+_TIMEOUT = httpx.Timeout(10, read=300)
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cuts an answer short."
+
+Message = dict[str, str]
+
+
+class ChatError(Exception):
+    """The gateway refused, or the answer broke off."""
+
+
+@click.command()
+@click.argument("model")
+@which_fleet("-f", "--file")
+@click.option("-p", "--prompt", help="Ask this once, print the answer and end.")
+@click.option("--system", help="System message.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), help="Default: the server's.")
+@click.option("--url", help="Address of the gateway; default: the running fleet's.")
+@click.option("--json", "as_json", is_flag=True, help="With -p: the whole answer as JSON.")
+def chat(
+    model: str,
+    state: StateDir,
+    prompt: str | None,
+    system: str | None,
+    max_tokens: int,
+    temperature: float | None,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Chat with a model: interactive, or one question with -p."""
+    if as_json and prompt is None:
+        raise click.UsageError("--json needs -p")
+    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens}
+    if temperature is not None:
+        body["temperature"] = temperature
+    history: list[Message] = [{"role": "system", "content": system}] if system else []
+    with httpx.Client(base_url=url or require_fleet(state).url, timeout=_TIMEOUT, trust_env=False) as client:
+        try:
+            if prompt is None:
+                _converse(client, body, history)
+            elif as_json:
+                print_json(_ask(client, {**body, "messages": [*history, _user(prompt)]}))
+            else:
+                _answer(client, {**body, "messages": [*history, _user(prompt)]})
+        except ChatError as error:
+            fail(str(error))
+        except httpx.TransportError as error:
+            fail(f"no answer from {client.base_url}: {error}")
+
+
+def _converse(client: httpx.Client, body: dict[str, Any], history: list[Message]) -> None:
+    click.echo(f"{body['model']}. {_HELP}", err=True)
+    start = list(history)
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        if text in ("/exit", "/quit"):
+            return
+        if text == "/reset":
+            history = list(start)
+            continue
+        if not text:
+            continue
+        try:
+            answer = _answer(client, {**body, "messages": [*history, _user(text)]})
+        except ChatError as error:
+            click.echo(f"error: {error}", err=True)
+            continue
+        history += [_user(text), {"role": "assistant", "content": answer}]
+
+
+def _answer(client: httpx.Client, body: dict[str, Any]) -> str:
+    """Prints the answer as it comes, and returns it; Ctrl-C ends it early."""
+    pieces: list[str] = []
+    try:
+        for piece in _stream(client, body):
+            pieces.append(piece)
+            click.echo(piece, nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    click.echo()
+    return "".join(pieces)
+
+
+def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        if response.status_code != 200:
+            response.read()
+            raise ChatError(_message(response))
+        for line in response.iter_lines():
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:"):
+                continue
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ChatError(event["error"]["message"])
+            for choice in event["choices"]:
+                if choice["delta"].get("content"):
+                    yield choice["delta"]["content"]
+    raise ChatError("the answer broke off")
+
+
+def _ask(client: httpx.Client, body: dict[str, Any]) -> Any:
+    response = client.post("/v1/chat/completions", json=body)
+    if response.status_code != 200:
+        raise ChatError(_message(response))
+    return response.json()
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {response.status_code}"
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,0 +1,95 @@
+"""What commands share: finding the fleet, talking to its supervisor, ending with the right code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec
+
+import click
+import httpx
+import msgspec
+
+from gateway.config import ConfigError, FleetFile, load_fleet
+from gateway.fleet.admin import FleetStatus
+from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID
+from gateway.fleet.statedir import StateDir
+
+EXIT_STILL_RUNNING = 3
+DEFAULT_STATE_DIR = ".pagefleet"
+
+P = ParamSpec("P")
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """Ends the command with one line on stderr."""
+    click.echo(f"pagefleet: {message}", err=True)
+    sys.exit(code)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    click.echo(msgspec.json.encode(value, enc_hook=str).decode())
+
+
+def read_fleet(path: str) -> FleetFile:
+    """The fleet file, or the end of the command with all its problems on stderr and code 2."""
+    try:
+        return load_fleet(path)
+    except ConfigError as error:
+        count = len(error.problems)
+        for problem in error.problems:
+            click.echo(str(problem), err=True)
+        fail(f"{count} problem{'s' if count != 1 else ''} in {path}; nothing was started", EXIT_INVALID)
+
+
+def which_fleet(*file_flags: str) -> Callable[[Callable[P, None]], Callable[..., None]]:
+    """Options that say which fleet is meant; the command gets `state`, its StateDir."""
+    return functools.partial(_with_state_dir, file_flags)
+
+
+def _with_state_dir(file_flags: tuple[str, ...], command: Callable[P, None]) -> Callable[..., None]:
+    @click.option(
+        *file_flags, "file", metavar="FILE", help="The fleet file; its supervisor.state_dir is used."
+    )
+    @click.option(
+        "--state-dir",
+        metavar="DIR",
+        envvar="PAGEFLEET_SUPERVISOR__STATE_DIR",
+        help=f"The fleet's state directory; default: ./{DEFAULT_STATE_DIR}.",
+    )
+    @functools.wraps(command)
+    def wrapped(*args: Any, file: str | None, state_dir: str | None, **kwargs: Any) -> None:
+        given = click.get_current_context().get_parameter_source("state_dir")
+        if file is not None and given is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError("give --file or --state-dir, not both")
+        if file is not None:
+            root = read_fleet(file).supervisor.state_dir
+        else:
+            root = Path(state_dir or DEFAULT_STATE_DIR)
+        command(*args, state=StateDir(root), **kwargs)  # type: ignore[arg-type]
+
+    return wrapped
+
+
+def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | None:
+    """The supervisor's answer, None when no supervisor is up there."""
+    transport = httpx.HTTPTransport(uds=str(state.admin_socket))
+    with httpx.Client(transport=transport, base_url="http://supervisor", timeout=10) as client:
+        try:
+            response = client.request(method, path)
+            return msgspec.json.decode(response.content, type=FleetStatus)
+        except (httpx.TransportError, OSError):
+            return None
+        except msgspec.MsgspecError:
+            fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
+
+
+def require_fleet(state: StateDir) -> FleetStatus:
+    """The fleet's status; ends the command when none is up."""
+    status = ask_supervisor(state, "GET", "/status")
+    if status is None:
+        fail(f"no fleet is up in {state.root}; `pagefleet up FILE` starts one, --state-dir names another")
+    return status

@@ -1,0 +1,160 @@
+"""How a start looks: a live line per process on a terminal, else one line per transition, or JSON lines."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+
+import click
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gateway.config import FleetFile
+from gateway.fleet.unit import UnitState, UnitStatus
+
+STYLES: dict[UnitState, str] = {
+    "waiting": "dim",
+    "starting": "yellow",
+    "ready": "green",
+    "backoff": "magenta",
+    "failed": "bold red",
+    "stopping": "yellow",
+    "stopped": "dim",
+}
+
+
+def make_console() -> Console:
+    """stdout; wide where it isn't a terminal, so that lines aren't broken for programs that read them."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+class Display:
+    """Shows statuses as they come; call it with each. `url` is asked when the fleet is up."""
+
+    def __init__(
+        self, fleet: FleetFile, url: Callable[[], str], *, as_json: bool = False, detached: bool = False
+    ) -> None:
+        self._fleet = fleet
+        self._url = url
+        self._json = as_json
+        self._stop_hint = "`pagefleet down` stops it." if detached else "Ctrl-C stops it."
+        self._latest: dict[str, UnitStatus] = {}
+        self._announced = False
+        self._console = make_console()
+        self._live: Live | None = None
+        if self._console.is_terminal and not as_json:
+            self._live = Live(
+                console=self._console, auto_refresh=False
+            )  # no thread beside the one that forks
+
+    def __call__(self, status: UnitStatus) -> None:
+        before = self._latest.get(status.slot)
+        self._latest[status.slot] = status
+        transition = before is None or (before.state, before.phase) != (status.state, status.phase)
+        if self._json:
+            self._show_json(status)
+        elif self._live is not None and not self._announced:
+            self._show_live()
+        elif transition and status.state != "waiting":
+            click.echo(describe(status))
+        if status.state in ("failed", "backoff") and (before is None or before.state != status.state):
+            self._explain(status)
+        self._announce()
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _show_json(self, status: UnitStatus) -> None:
+        click.echo(msgspec.json.encode({"event": "status", **msgspec.structs.asdict(status)}).decode())
+
+    def _show_live(self) -> None:
+        assert self._live is not None
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(Group(unit_table(list(self._latest.values()))), refresh=True)
+
+    def _explain(self, status: UnitStatus) -> None:
+        """Why it failed, with the process's own last words."""
+        if self._json:
+            return
+        lines = [f"{status.slot}: {status.error}", *(f"  | {line}" for line in status.log_tail)]
+        text = "\n".join([*lines, f"  whole log: {status.log}"])
+        if self._live is not None and self._live.is_started:
+            self._console.print(Text(text))
+        else:
+            click.echo(text, err=True)
+
+    def _announce(self) -> None:
+        """Says once that the fleet is up: when nothing is on its way any more and something can be used."""
+        expected = 1 + sum(entry.replicas for entry in self._fleet.models)
+        states = [status.state for status in self._latest.values()]
+        if self._announced or len(states) < expected or not set(states) <= {"ready", "failed"}:
+            return
+        self._announced = True
+        self.close()
+        failed = [status.slot for status in self._latest.values() if status.state == "failed"]
+        if len(failed) >= expected - 1:
+            return
+        if self._json:
+            click.echo(json.dumps({"event": "up", "url": self._url(), "failed": failed}))
+            return
+        click.echo(banner(self._fleet, self._url(), failed, self._stop_hint))
+        sys.stdout.flush()
+
+
+def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str:
+    """What a person needs next: the address, a command to paste, who may call."""
+    models = ", ".join(
+        entry.name + (f" ({', '.join(entry.aliases)})" if entry.aliases else "") for entry in fleet.models
+    )
+    body = json.dumps(
+        {
+            "model": fleet.models[0].name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 64,
+        }
+    )
+    lines = [
+        "",
+        f"pagefleet is up at {url}" + (f", without {', '.join(failed)}" if failed else ""),
+        f"models: {models}",
+        "authentication: none; whoever reaches this address may use it",
+        "",
+        "try:",
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}",
+        f"  pagefleet chat {fleet.models[0].name} --state-dir {shlex.quote(str(fleet.supervisor.state_dir))}",
+        "",
+        stop_hint,
+    ]
+    return "\n".join(lines)
+
+
+def describe(status: UnitStatus) -> str:
+    """One line for one transition."""
+    clock = time.strftime("%H:%M:%S")
+    process = f" (process {status.pid})" if status.pid is not None and status.phase == "starting" else ""
+    if status.state == "backoff":
+        wait = max(0.0, (status.retry_at or 0) - time.time())
+        return f"{clock} {status.slot}: down, starts again in {wait:.1f} s"
+    phase = f": {status.phase}" if status.phase not in ("", status.state) else ""
+    return f"{clock} {status.slot}: {status.state}{phase}{process}"
+
+
+def unit_table(units: list[UnitStatus]) -> Table:
+    """A row per process, with a bar while it loads."""
+    table = Table.grid(padding=(0, 2))
+    for unit in units:
+        bar: ProgressBar | Text = Text("")
+        if unit.state == "starting" and unit.total > 0:
+            bar = ProgressBar(total=unit.total, completed=min(unit.done, unit.total), width=30)
+        phase = unit.phase if unit.phase != unit.state else ""
+        table.add_row(Text(unit.slot), Text(unit.state, style=STYLES[unit.state]), Text(phase), bar)
+    return table

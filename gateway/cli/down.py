@@ -1,0 +1,48 @@
+"""`pagefleet down`"""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from gateway.cli.common import EXIT_STILL_RUNNING, ask_supervisor, fail, print_json, which_fleet
+from gateway.fleet.errors import Conflict
+from gateway.fleet.reaper import reap
+from gateway.fleet.statedir import StateDir
+
+
+@click.command()
+@which_fleet("-f", "--file")
+@click.option("--quick", is_flag=True, help="Don't wait for requests in flight.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the end.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def down(state: StateDir, quick: bool, timeout: float, as_json: bool) -> None:
+    """Stop the fleet: requests in flight end first. Not an error when none is up."""
+    status = ask_supervisor(state, "POST", f"/stop?quick={int(quick)}")
+    deadline = time.monotonic() + timeout
+    while not _ended(state):
+        if time.monotonic() > deadline:
+            pid = status.supervisor if status else "unknown"
+            fail(f"still stopping after {timeout:g} s (supervisor is process {pid})", EXIT_STILL_RUNNING)
+        time.sleep(0.1)
+    if as_json:
+        print_json({"was_up": status is not None, "state_dir": str(state.root)})
+    else:
+        click.echo("stopped" if status is not None else f"no fleet was up in {state.root}")
+
+
+def _ended(state: StateDir) -> bool:
+    """True when no supervisor has the state directory; what a crashed one left is ended too."""
+    if not state.root.exists():
+        return True
+    try:
+        state.acquire()
+    except Conflict:
+        return False
+    try:
+        reap(state.records)
+        state.remove_sockets()
+    finally:
+        state.release()
+    return True

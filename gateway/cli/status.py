@@ -1,0 +1,73 @@
+"""`pagefleet status`"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from contracts.units import format_duration
+from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
+from gateway.cli.display import STYLES, make_console
+from gateway.fleet.admin import FleetStatus
+from gateway.fleet.errors import EXIT_DEGRADED
+from gateway.fleet.statedir import StateDir
+
+
+@click.command()
+@which_fleet("-f", "--file")
+@click.option("-w", "--watch", is_flag=True, help="Go on until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout; with -w one object per line.")
+def status(state: StateDir, watch: bool, as_json: bool) -> None:
+    """Show every process of the fleet. Exit code 7 when not all are ready, 1 when no fleet is up."""
+    current = require_fleet(state)
+    if not watch:
+        print_json(current) if as_json else make_console().print(_page(current))
+        sys.exit(0 if all(unit.state == "ready" for unit in current.units) else EXIT_DEGRADED)
+    try:
+        _watch(state, current, as_json)
+    except KeyboardInterrupt:
+        return
+
+
+def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
+    if as_json:
+        while current is not None:
+            print_json(current)
+            time.sleep(1)
+            current = ask_supervisor(state, "GET", "/status")
+        return
+    with Live(console=make_console(), auto_refresh=False) as live:
+        while current is not None:
+            live.update(_page(current), refresh=True)
+            time.sleep(1)
+            current = ask_supervisor(state, "GET", "/status")
+    click.echo("the fleet is down")
+
+
+def _page(status: FleetStatus) -> RenderableType:
+    head = f"{status.url}  supervisor {status.supervisor}  up {format_duration(time.time() - status.started)}"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("SLOT", "MODEL", "STATE", "PHASE", "PID", "GEN", "RESTARTS", "SINCE"):
+        table.add_column(column)
+    notes: list[Text] = []
+    for unit in status.units:
+        percent = f" {100 * unit.done / unit.total:.0f}%" if unit.state == "starting" and unit.total else ""
+        table.add_row(
+            Text(unit.slot),
+            Text(unit.model or ""),
+            Text(unit.state, style=STYLES[unit.state]),
+            Text("" if unit.phase == unit.state else unit.phase + percent),
+            str(unit.pid or ""),
+            str(unit.generation),
+            str(unit.restarts),
+            format_duration(max(0, time.time() - unit.since)),
+        )
+        if unit.error:
+            notes.append(Text(f"{unit.slot}: {unit.error}; log: {unit.log}"))
+    return Group(Text(head + ("  stopping" if status.stopping else "")), table, *notes)

@@ -1,0 +1,112 @@
+"""`pagefleet up`: the supervisor, in the foreground or detached."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from gateway.cli.common import ask_supervisor, fail, print_json, read_fleet
+from gateway.cli.display import Display
+from gateway.config import FleetFile
+from gateway.fleet.commands import PYTHON, Commands, slots_of
+from gateway.fleet.errors import EXIT_DEGRADED, FleetError
+from gateway.fleet.logs import open_log, tail
+from gateway.fleet.statedir import StateDir
+from gateway.fleet.supervisor import Supervisor
+
+
+@click.command()
+@click.argument("file")
+@click.option("-d", "--detach", is_flag=True, help="Return when every model is ready; the fleet goes on.")
+@click.option("--dry-run", is_flag=True, help="Check the file and print the command lines; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
+def up(file: str, detach: bool, dry_run: bool, as_json: bool) -> None:
+    """Start a fleet: supervisor, gateway and one worker per model replica.
+
+    Stays in the foreground; Ctrl-C or SIGTERM stops it after requests in flight have ended,
+    a second one at once.
+    """
+    fleet = read_fleet(file)
+    for warning in fleet.warnings():
+        click.echo(f"warning: {warning}", err=True)
+    if dry_run:
+        _print_commands(fleet, as_json)
+    elif detach:
+        _run_detached(fleet, file, as_json)
+    else:
+        sys.exit(_run(fleet, as_json))
+
+
+def _run(fleet: FleetFile, as_json: bool) -> int:
+    display = Display(fleet, lambda: supervisor.url, as_json=as_json)
+    supervisor = Supervisor(fleet, on_change=display)
+    try:
+        with supervisor.open():
+            if supervisor.reaped:
+                click.echo(
+                    f"ended {supervisor.reaped} processes that a crashed supervisor had left", err=True
+                )
+            return asyncio.run(supervisor.run())
+    except FleetError as error:
+        fail(str(error), error.exit_code)
+    finally:
+        display.close()
+
+
+def _print_commands(fleet: FleetFile, as_json: bool) -> None:
+    state = StateDir(fleet.supervisor.state_dir)
+    commands = Commands(os.getpid(), fleet.supervisor.drain_timeout)
+    argvs = {
+        slot.name: commands.worker(slot, 1, state.run / f"{slot.name}.1.sock") for slot in slots_of(fleet)
+    }
+    if as_json:
+        print_json(argvs)
+    else:
+        click.echo("\n".join(shlex.join(argv) for argv in argvs.values()))
+
+
+def _run_detached(fleet: FleetFile, file: str, as_json: bool) -> None:
+    state = StateDir(fleet.supervisor.state_dir)
+    state.logs.mkdir(parents=True, exist_ok=True)
+    log = state.log("supervisor")
+    start = log.stat().st_size if log.exists() else 0
+    output = open_log(log)
+    process = subprocess.Popen(
+        [*PYTHON, "gateway.cli", "up", file],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    os.close(output)
+    sys.exit(_follow_start(fleet, state, process, log, start, as_json))
+
+
+def _follow_start(
+    fleet: FleetFile, state: StateDir, process: subprocess.Popen[bytes], log: Path, start: int, as_json: bool
+) -> int:
+    """Shows the start of a detached supervisor until every unit is ready or has failed."""
+    url = ""
+    display = Display(fleet, lambda: url, as_json=as_json, detached=True)
+    try:
+        while process.poll() is None:
+            status = ask_supervisor(state, "GET", "/status")
+            if status is not None and status.supervisor == process.pid:
+                url = status.url
+                for unit in status.units:
+                    display(unit)
+                states = {unit.state for unit in status.units}
+                if states <= {"ready", "failed"}:
+                    return 0 if states == {"ready"} else EXIT_DEGRADED
+            time.sleep(0.2)
+    finally:
+        display.close()
+    click.echo("\n".join(tail(log, 30, start)), err=True)
+    return process.returncode or 1

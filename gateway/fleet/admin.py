@@ -1,0 +1,85 @@
+"""The supervisor's admin endpoint: HTTP on a Unix socket that only its owner can use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.fleet.unit import UnitStatus
+
+
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `GET /status` answers; `started` is a Unix time."""
+
+    supervisor: int
+    state_dir: str
+    url: str
+    started: float
+    stopping: bool
+    epoch: int
+    units: tuple[UnitStatus, ...]
+
+
+def admin_app(status: Callable[[], FleetStatus], stop: Callable[[bool], None]) -> Starlette:
+    """GET /status; POST /stop (`?quick=1` doesn't wait for requests in flight)."""
+
+    async def get_status(_: Request) -> Response:
+        return _json(status())
+
+    async def post_stop(request: Request) -> Response:
+        stop(request.query_params.get("quick") == "1")
+        return _json(status(), 202)
+
+    return Starlette(
+        routes=[Route("/status", get_status), Route("/stop", post_stop, methods=["POST"])],
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve_admin(app: Starlette, path: Path) -> AsyncIterator[None]:
+    """Serves `app` on the socket within the running loop."""
+    listener = _private_socket(path)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+def _private_socket(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # 0600 from its first moment
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the supervisor's."""
+        yield
+
+
+def _json(body: FleetStatus, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,1 @@
+"""Ways to run a process of the fleet."""

@@ -1,0 +1,85 @@
+"""Names of slots, and the command lines that fill them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.options import WorkerOptions
+from gateway.config import FleetFile, ModelEntry
+
+_LONGEST_SLUG = 40
+
+# -P: a folder named `worker` or `gateway` in the user's directory must not shadow ours.
+PYTHON = (sys.executable, "-P", "-m")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one worker: replica `index` of a model."""
+
+    name: str
+    entry: ModelEntry
+    index: int
+
+
+def slots_of(fleet: FleetFile) -> list[Slot]:
+    """One slot per replica, named after its model in characters that suit file names; names never collide."""
+    slots: list[Slot] = []
+    taken: set[str] = set()
+    for entry in fleet.models:
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
+        if slug in taken or len(slug) > _LONGEST_SLUG:
+            digest = hashlib.sha256(entry.name.encode()).hexdigest()[:8]
+            slug = f"{slug[:_LONGEST_SLUG]}-{digest}"
+        taken.add(slug)
+        slots += [Slot(f"{slug}-{index}", entry, index) for index in range(entry.replicas)]
+    return slots
+
+
+def option_flags(options: WorkerOptions) -> list[str]:
+    """The flags that bring a worker from its defaults to `options`."""
+    flags: list[str] = []
+    for name, field in WorkerOptions.model_fields.items():
+        value = getattr(options, name)
+        flag = name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple):
+            flags += [f"--{flag}", *map(str, value)]
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+class Commands:
+    """Builds the command lines of a fleet. `parent` is the supervisor, whose end ends them all."""
+
+    def __init__(self, parent: int, drain_timeout: float) -> None:
+        self._parent = parent
+        self._drain_timeout = drain_timeout
+
+    def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
+        entry = slot.entry
+        return [
+            *PYTHON,
+            "worker",
+            *("--model", entry.source),
+            *("--served-model-name", entry.name, *entry.aliases),
+            *("--uds", str(uds), "--slot", slot.name, "--generation", str(generation)),
+            *("--parent-pid", str(self._parent), "--shutdown-timeout", str(self._drain_timeout)),
+            *option_flags(entry.worker),
+        ]
+
+    def gateway(self, config: Path, routes: Path, fd: int) -> list[str]:
+        return [
+            *PYTHON,
+            "gateway",
+            *("--config", str(config), "--routes", str(routes)),
+            *("--fd", str(fd), "--parent-pid", str(self._parent)),
+        ]

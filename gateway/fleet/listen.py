@@ -1,0 +1,71 @@
+"""The gateway's listening socket: bound before anything starts, and kept over gateway restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+
+import psutil
+
+from gateway.fleet.errors import InvalidFleet
+
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; InvalidFleet names the address and, where it can be known, who has the port."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise InvalidFleet(f"gateway.host '{host}' can't be resolved: {error.strerror}") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise InvalidFleet(_why(host, port, error)) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _why(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"gateway.port {port} on {host} is in use{_holder(port)}; stop that, or choose another port "
+            f"(gateway.port, or PAGEFLEET_GATEWAY__PORT)"
+        )
+    if error.errno == errno.EACCES:
+        return f"gateway.port {port} needs privileges; choose one from 1024 on"
+    return f"gateway.host {host}, port {port} can't be listened on: {error.strerror}"
+
+
+def _holder(port: int) -> str:
+    """`` by process 123 (name)``, empty when the system doesn't tell."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections(kind="tcp"):
+            if (
+                connection.status != psutil.CONN_LISTEN
+                or connection.laddr[1:2] != (port,)
+                or connection.pid is None
+            ):
+                continue
+            with contextlib.suppress(psutil.Error):
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return ""
+
+
+def base_url(listener: socket.socket) -> str:
+    """Where this machine's clients reach the socket; a wildcard address becomes loopback."""
+    host, port = listener.getsockname()[:2]
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"

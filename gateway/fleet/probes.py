@@ -1,0 +1,103 @@
+"""Questions to a process over HTTP: who are you, how far is your start, are you making progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import msgspec
+
+PROBE_TIMEOUT = 10.0  # seconds; a busy server answers late, a stuck one not at all
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a start is: `done` of `total` within `phase`, in whatever unit the phase counts."""
+
+    phase: str = ""
+    done: float = 0
+    total: float = 0
+    ready: bool = False
+
+
+class WrongProcess(Exception):
+    """Something else than the process that was started answers at its address."""
+
+
+class Probe(Protocol):
+    """What a unit wants to know; answers, never raises httpx errors."""
+
+    async def progress(self) -> Progress | None:
+        """How far the start is; None while nothing answers. WrongProcess when somebody else does."""
+
+    async def healthy(self) -> bool:
+        """True when the process is alive and making progress."""
+
+    async def close(self) -> None: ...
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    slot: str
+    generation: int
+
+
+class WorkerProbe:
+    """Asks a worker on its Unix socket, after making sure that it is the one that was started."""
+
+    def __init__(self, uds: Path, slot: str, generation: int) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=str(uds))
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=PROBE_TIMEOUT)
+        self._expected = _Identity(slot, generation)
+        self._identified = False
+
+    async def progress(self) -> Progress | None:
+        try:
+            if not self._identified:
+                await self._identify()
+            response = await self._client.get("/ready")
+            if response.status_code == 200:
+                return Progress(phase="ready", ready=True)
+            return msgspec.json.decode(response.content, type=Progress)
+        except (httpx.HTTPError, msgspec.MsgspecError):
+            return None
+
+    async def healthy(self) -> bool:
+        return await _answers_ok(self._client, "/health")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _identify(self) -> None:
+        response = await self._client.get("/internal/whoami")
+        identity = msgspec.json.decode(response.content, type=_Identity)
+        if identity != self._expected:
+            raise WrongProcess(
+                f"{identity.slot}.{identity.generation} answers on the socket of "
+                f"{self._expected.slot}.{self._expected.generation}"
+            )
+        self._identified = True
+
+
+class GatewayProbe:
+    """Asks the gateway on the port that the supervisor holds for it."""
+
+    def __init__(self, base_url: str) -> None:
+        self._client = httpx.AsyncClient(base_url=base_url, timeout=PROBE_TIMEOUT, trust_env=False)
+
+    async def progress(self) -> Progress | None:
+        if await self.healthy():
+            return Progress(phase="ready", ready=True)
+        return None
+
+    async def healthy(self) -> bool:
+        return await _answers_ok(self._client, "/health")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+async def _answers_ok(client: httpx.AsyncClient, path: str) -> bool:
+    try:
+        return (await client.get(path)).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,68 @@
+"""Keeps the routes file true to what the workers' states are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from gateway.fleet.commands import Slot
+from gateway.fleet.state import Routes, RoutesFile, Target, TargetState, read_routes, write_routes
+from gateway.fleet.unit import UnitState, UnitStatus
+
+_TARGET_STATES: dict[UnitState, TargetState] = {
+    "waiting": "starting",
+    "starting": "starting",
+    "ready": "ready",
+    "backoff": "down",
+    "failed": "down",
+    "stopping": "draining",
+    "stopped": "down",
+}
+
+
+class Publisher:
+    """The one writer of the routes file. Epochs go on from what is on disk, so they grow over restarts."""
+
+    def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
+        self._path = path
+        before = _read_or_empty(path)
+        self._epoch = before.epoch
+        self._models: dict[str, Routes] = {}
+        self._model_of: dict[str, str] = {}
+        for slot in slots:
+            entry = slot.entry
+            self._model_of[slot.name] = entry.name
+            epoch = before.models[entry.name].epoch if entry.name in before.models else 0
+            self._models[entry.name] = Routes(model=entry.name, epoch=epoch, aliases=entry.aliases)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def update(self, status: UnitStatus, address: str) -> None:
+        """Notes a worker's state; writes only when its target changed."""
+        target = Target(
+            slot=status.slot,
+            generation=status.generation,
+            address=address,
+            state=_TARGET_STATES[status.state],
+        )
+        model = self._model_of[status.slot]
+        routes = self._models[model]
+        if target in routes.targets:
+            return
+        others = {other.slot: other for other in routes.targets} | {target.slot: target}
+        self._models[model] = msgspec.structs.replace(
+            routes, epoch=routes.epoch + 1, targets=tuple(others.values())
+        )
+        self._epoch += 1
+        write_routes(self._path, RoutesFile(epoch=self._epoch, models=self._models))
+
+
+def _read_or_empty(path: Path) -> RoutesFile:
+    try:
+        return read_routes(path)
+    except msgspec.MsgspecError:  # not ours or from another version: it is replaced
+        return RoutesFile()

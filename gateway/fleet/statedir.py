@@ -1,0 +1,107 @@
+"""The directory of a fleet's sockets, logs, records and routes; one supervisor at a time owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from gateway.fleet.errors import Conflict, InvalidFleet
+
+MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the closing NUL
+_LONGEST_GENERATION = ".99999999.sock"
+_PREFIX = "pagefleet-"
+
+
+class StateDir:
+    """Paths below `root`, and the lock on it. Nothing is created before `acquire`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.run = self.root / "run"
+        self.logs = self.root / "logs"
+        self.routes = self.root / "routes.json"
+        self.records = self.run / "processes.json"
+        self.config = self.run / "fleet.json"
+        self._sockets_elsewhere = self.run / "sockets"  # names the directory, when that isn't `run`
+        self._lock: int | None = None
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.sockets / "admin.sock"
+
+    @property
+    def sockets(self) -> Path:
+        """`run`, or a private directory with a short path, when `run` is too long for a Unix socket."""
+        try:
+            return Path(self._sockets_elsewhere.read_text())
+        except OSError:
+            return self.run
+
+    def log(self, slot: str) -> Path:
+        return self.logs / f"{slot}.log"
+
+    def acquire(self) -> None:
+        """Creates the directories and takes the lock; Conflict names the process that holds it."""
+        try:
+            for directory in (self.root, self.run, self.logs):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InvalidFleet(
+                f"state_dir {self.root} can't be used: {error.strerror}: {error.filename}"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(lock)
+            raise Conflict(
+                f"a fleet is already up in {self.root} (supervisor is process {holder}); "
+                f"`pagefleet down --state-dir {self.root}` stops it; with another supervisor.state_dir two can run"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def place_sockets(self, slots: Iterable[str]) -> None:
+        """Sockets live in `run` if all their paths are short enough, else in a private directory."""
+        longest = max((f"{slot}{_LONGEST_GENERATION}" for slot in slots), key=len, default="admin.sock")
+        if len(os.fsencode(self.run / longest)) > MAX_SOCKET_PATH:
+            directory = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
+            self._sockets_elsewhere.write_text(directory)
+
+    def remove_sockets(self) -> None:
+        """Takes away every socket, also those of a predecessor that crashed."""
+        directory = self.sockets
+        for path in directory.glob("*.sock"):
+            path.unlink(missing_ok=True)
+        if directory != self.run:
+            # The name comes from a file; what isn't ours stays.
+            if (
+                directory.name.startswith(_PREFIX)
+                and directory.is_dir()
+                and directory.stat().st_uid == os.getuid()
+            ):
+                shutil.rmtree(directory, ignore_errors=True)
+            self._sockets_elsewhere.unlink(missing_ok=True)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole; only its owner can read it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)

@@ -1,0 +1,249 @@
+"""One supervised process: started, watched, restarted, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from gateway.fleet.backends.local import Child, LocalBackend
+from gateway.fleet.logs import tail
+from gateway.fleet.probes import Probe, Progress, WrongProcess
+from gateway.fleet.restart import RestartPolicy
+
+UnitState = Literal["waiting", "starting", "ready", "backoff", "failed", "stopping", "stopped"]
+T = TypeVar("T")
+
+EXIT_BAD_CONFIGURATION = 2  # starting again can't help
+_LAST_WORDS = 12
+
+
+class UnitStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known about a unit; `since`, `retry_at`: Unix times; `log_tail`: after a failure."""
+
+    slot: str
+    role: Literal["gateway", "worker"]
+    model: str | None = None
+    state: UnitState = "waiting"
+    phase: str = ""
+    done: float = 0
+    total: float = 0
+    pid: int | None = None
+    generation: int = 0
+    restarts: int = 0
+    since: float = 0
+    retry_at: float | None = None
+    error: str | None = None
+    log_tail: tuple[str, ...] = ()
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. `start_stall`: a start without progress; `unhealthy`: /health failing all the time."""
+
+    start_stall: float = 120.0
+    unhealthy: float = 30.0
+    start_poll: float = 0.1
+    health_poll: float = 2.0
+    drain: float = 30.0
+    stop_margin: float = 5.0  # on top of `drain`, for the process to end after its last request
+    policy: Callable[[], RestartPolicy] = RestartPolicy
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """How to start one unit. `launch` and `probe` get the generation; the start has `gpus` to itself."""
+
+    slot: str
+    role: Literal["gateway", "worker"]
+    log: Path
+    launch: Callable[[int], list[str]]
+    probe: Callable[[int], Probe]
+    model: str | None = None
+    gpus: tuple[int, ...] = ()
+    fds: tuple[int, ...] = ()
+
+
+@dataclass
+class StartLocks:
+    """One start per GPU at a time, since a start measures memory; CPU workers start together."""
+
+    _locks: dict[int, asyncio.Lock] = field(default_factory=dict)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, gpus: Iterable[int]) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            for gpu in sorted(set(gpus)):
+                await stack.enter_async_context(self._locks.setdefault(gpu, asyncio.Lock()))
+            yield
+
+
+@dataclass(frozen=True)
+class _End:
+    """Why a life ended, and whether another is pointless."""
+
+    reason: str
+    fatal: bool = False
+
+
+class Unit:
+    """Runs one slot. `on_change` is called with each new status, at once and in the loop's thread."""
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        backend: LocalBackend,
+        locks: StartLocks,
+        timing: Timing,
+        on_change: Callable[[UnitStatus], None],
+    ) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._locks = locks
+        self._timing = timing
+        self._on_change = on_change
+        self._policy = timing.policy()
+        self._child: Child | None = None
+        self._log_start = 0
+        self.status = UnitStatus(
+            slot=spec.slot, role=spec.role, model=spec.model, since=time.time(), log=str(spec.log)
+        )
+
+    async def run(self) -> None:
+        """Keeps the unit alive until it has failed for good; cancel it before `stop`."""
+        while True:
+            self._set(state="waiting", pid=None)
+            async with self._locks.hold(self._spec.gpus):
+                end, probe = await self._start()
+            ready_at = time.monotonic()
+            if end is None and probe is not None:
+                end = await self._watch(probe)
+            assert end is not None
+            await self._clear()
+            now = time.monotonic()
+            delay = None if end.fatal else self._policy.after_crash(now, now - ready_at)
+            words = tuple(tail(self._spec.log, _LAST_WORDS, self._log_start))
+            if delay is None:
+                self._set(state="failed", phase="", pid=None, error=end.reason, log_tail=words)
+                return
+            retry_at = time.time() + delay
+            self._set(
+                state="backoff", phase="", pid=None, error=end.reason, log_tail=words, retry_at=retry_at
+            )
+            await asyncio.sleep(delay)
+            self._set(restarts=self.status.restarts + 1, retry_at=None)
+
+    async def stop(self, patience: float) -> None:
+        """Ends the process: asks, waits `patience` seconds, kills."""
+        child, self._child = self._child, None
+        if child is not None and not child.exited.done():
+            self._set(state="stopping", phase="draining")
+            await child.stop(patience)
+        self._set(state="stopped", phase="", pid=None, retry_at=None)
+
+    def kill(self) -> None:
+        """Ends the process now; a `stop` under way returns soon after."""
+        if self._child is not None:
+            self._child.kill()
+
+    async def _start(self) -> tuple[_End | None, Probe | None]:
+        generation = self.status.generation + 1
+        log = self._spec.log
+        self._log_start = log.stat().st_size if log.exists() else 0
+        try:
+            child = self._backend.spawn(
+                self._spec.launch(generation),
+                slot=self._spec.slot,
+                generation=generation,
+                log=log,
+                fds=self._spec.fds,
+            )
+        except OSError as error:
+            return _End(f"can't be started: {error}"), None
+        self._child = child
+        self._set(state="starting", phase="starting", done=0, total=0, pid=child.pid, generation=generation)
+        probe = self._spec.probe(generation)
+        end = await self._await_ready(child, probe)
+        if end is not None:
+            await probe.close()
+            await self._clear()
+            return end, None
+        self._set(state="ready", phase="ready", done=0, total=0, error=None, log_tail=())
+        return None, probe
+
+    async def _await_ready(self, child: Child, probe: Probe) -> _End | None:
+        """The readiness ladder: executed, says who it is, loads with progress, ready (None)."""
+        last, moved_at = Progress(phase="starting"), time.monotonic()
+        while True:
+            try:
+                progress = await _unless_exited(child, probe.progress())
+            except WrongProcess as error:
+                return _End(str(error))
+            if child.exited.done():
+                return _exit_end(child.exited.result())
+            if progress is not None and progress.ready:
+                return None
+            if progress is not None and progress != last:
+                last, moved_at = progress, time.monotonic()
+                self._set(phase=progress.phase, done=progress.done, total=progress.total)
+            if time.monotonic() - moved_at > self._timing.start_stall:
+                return _End(f"no progress for {self._timing.start_stall:g} s in phase '{last.phase}'")
+            await asyncio.wait({child.exited}, timeout=self._timing.start_poll)
+
+    async def _watch(self, probe: Probe) -> _End:
+        child = self._child
+        assert child is not None
+        healthy_at = time.monotonic()
+        try:
+            while True:
+                await asyncio.wait({child.exited}, timeout=self._timing.health_poll)
+                healthy = await _unless_exited(child, probe.healthy())
+                if child.exited.done():
+                    return _exit_end(child.exited.result())
+                now = time.monotonic()
+                if healthy:
+                    healthy_at = now
+                elif now - healthy_at > self._timing.unhealthy:
+                    return _End(f"made no progress for {now - healthy_at:.0f} s (/health), so it was killed")
+        finally:
+            await probe.close()
+
+    async def _clear(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            await asyncio.wait({child.exited})
+
+    def _set(self, **changes: object) -> None:
+        if changes.get("state", self.status.state) != self.status.state:
+            changes["since"] = time.time()
+        status = msgspec.structs.replace(self.status, **changes)
+        if status != self.status:
+            self.status = status
+            self._on_change(status)
+
+
+async def _unless_exited(child: Child, question: Awaitable[T]) -> T | None:
+    """The answer, or None as soon as the process has ended."""
+    task = asyncio.ensure_future(question)
+    try:
+        futures: set[asyncio.Future[T] | asyncio.Future[int]] = {task, child.exited}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+
+
+def _exit_end(code: int) -> _End:
+    if code == EXIT_BAD_CONFIGURATION:
+        return _End("refused its configuration (exit code 2)", fatal=True)
+    if code == -9:
+        return _End("was killed (SIGKILL); if nobody did, the machine may be out of memory")
+    return _End(f"was ended by signal {-code}" if code < 0 else f"exited with code {code}")

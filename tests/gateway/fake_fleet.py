@@ -1,0 +1,44 @@
+"""`pagefleet` with fake processes: `python fake_fleet.py up FILE`. A worker behaves as its model is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gateway.fleet.supervisor as supervisor
+from gateway.cli import main
+from gateway.fleet.commands import Slot
+from gateway.fleet.restart import RestartPolicy
+from gateway.fleet.unit import Timing
+
+SCRIPT = str(Path(__file__).with_name("fake_process.py"))
+
+FAST = Timing(
+    start_stall=1.5,
+    unhealthy=1.0,
+    start_poll=0.02,
+    health_poll=0.1,
+    drain=2.0,
+    stop_margin=0.0,
+    policy=lambda: RestartPolicy(first=0.2),
+)
+
+
+class FakeCommands:
+    """Command lines of tests/gateway/fake_process.py in place of `worker` and `gateway`."""
+
+    def __init__(self, gateway: str = "ok") -> None:
+        self._gateway = gateway
+
+    def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
+        place = ["--uds", str(uds), "--slot", slot.name, "--generation", str(generation)]
+        return [sys.executable, SCRIPT, "worker", slot.entry.name, *place]
+
+    def gateway(self, config: Path, routes: Path, fd: int) -> list[str]:
+        return [sys.executable, SCRIPT, "gateway", self._gateway, "--fd", str(fd)]
+
+
+if __name__ == "__main__":
+    supervisor.Commands = lambda *_: FakeCommands()  # type: ignore[assignment,misc]
+    supervisor.Timing = lambda **_: FAST  # type: ignore[assignment,misc]
+    main(prog_name="pagefleet")

@@ -1,0 +1,90 @@
+"""A worker or gateway without a model, for the supervisor's tests: real processes, real sockets, chosen misbehaviour.
+
+fake_process.py worker BEHAVIOUR --uds PATH --slot S --generation G
+fake_process.py gateway BEHAVIOUR --fd N
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+# What the real engine does: it ends when its parent does. In a session of its own, to be hard to find.
+_ENGINE = "import os, time\nparent = os.getppid()\nwhile os.getppid() == parent: time.sleep(0.1)"
+STARTED = time.monotonic()
+
+
+def answer(path: str, options: argparse.Namespace) -> tuple[int, dict[str, object]]:
+    behaviour, age = options.behaviour, time.monotonic() - STARTED
+    if path == "/internal/whoami":
+        generation = 99 if behaviour == "impostor" else options.generation
+        return 200, {"slot": options.slot, "generation": generation, "model": "fake", "pid": os.getpid()}
+    if path == "/ready":
+        if behaviour == "stall":
+            return 503, {"phase": "loading weights", "done": 1, "total": 10}
+        if behaviour == "slow" and age < 1.5:
+            return 503, {"phase": "loading weights", "done": int(age * 20), "total": 30}
+        return 200, {}
+    if path == "/health":
+        return (503 if behaviour == "sick" else 200), {}
+    return 404, {}
+
+
+async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.readline():
+            while (await reader.readline()).strip():
+                pass
+            status, body = answer(request.split()[1].decode(), options)
+            data = json.dumps(body).encode()
+            writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+            await writer.drain()
+        writer.close()
+
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    if options.behaviour == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+    start = asyncio.start_unix_server if listener.family == socket.AF_UNIX else asyncio.start_server
+    await start(handle, sock=listener)
+    if options.behaviour == "flaky":
+        loop.call_later(0.3, os._exit, 3)
+    await stop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role")
+    parser.add_argument("behaviour")
+    parser.add_argument("--uds")
+    parser.add_argument("--slot")
+    parser.add_argument("--generation", type=int)
+    parser.add_argument("--fd", type=int)
+    options = parser.parse_args()
+    print(f"fake {options.role} starts as {options.behaviour}", flush=True)
+    if options.behaviour == "bad-configuration":
+        print("--max-model-len: must be at most 2048", file=sys.stderr)
+        sys.exit(2)
+    if options.behaviour == "crash":
+        sys.exit(1)
+    if options.role == "gateway":
+        listener = socket.socket(fileno=options.fd)
+    else:
+        subprocess.Popen([sys.executable, "-S", "-c", _ENGINE], start_new_session=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(options.uds)
+        listener.listen()
+    asyncio.run(serve(listener, options))
+
+
+if __name__ == "__main__":
+    main()
