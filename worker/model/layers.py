@@ -61,7 +61,7 @@ class Attention:
     def __call__(
         self, x: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.sizes, dim=1)
+        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split_with_sizes(self.sizes, 1)
         q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
         out = paged_attention(q, k_cache, v_cache, batch, self.scale, self.window)
         return self.output(out.flatten(1))
