@@ -1,0 +1,61 @@
+"""``python -m gateway``: one gateway process in the foreground, as the supervisor and systemd start it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from gateway.config import ConfigError, load_fleet
+from gateway.server import listen, serve
+
+
+@click.command()
+@click.option("--config", required=True, type=click.Path(path_type=Path), help="The fleet file.")
+@click.option(
+    "--routes",
+    type=click.Path(path_type=Path),
+    help="The supervisor's routes file; default: routes.json in supervisor.state_dir.",
+)
+@click.option(
+    "--fd", type=int, help="Descriptor of an inherited listening socket, in place of host and port."
+)
+@click.option("--host", help="Overrides gateway.host.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Overrides gateway.port; 0 takes a free one.")
+@click.option("--parent-pid", type=int, help="Ends when this process is no longer its parent.")
+def main(
+    config: Path,
+    routes: Path | None,
+    fd: int | None,
+    host: str | None,
+    port: int | None,
+    parent_pid: int | None,
+) -> None:
+    """One gateway process in the foreground."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if fd is not None and (host is not None or port is not None):
+        raise click.UsageError("--fd can't be combined with --host or --port")
+    try:
+        fleet = load_fleet(config)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    settings = fleet.gateway
+    host, port = host or settings.host, settings.port if port is None else port
+    try:
+        listener = listen(host, port) if fd is None else socket.socket(fileno=os.dup(fd))
+    except OSError as error:
+        where = f"descriptor {fd}" if fd is not None else f"{host}:{port}"
+        click.echo(f"can't listen on {where}: {error.strerror}", err=True)
+        sys.exit(2)
+    serve(fleet, routes or fleet.supervisor.state_dir / "routes.json", listener, parent_pid)
+
+
+if __name__ == "__main__":
+    main()

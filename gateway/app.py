@@ -1,0 +1,116 @@
+"""The gateway's ASGI application: paths to handlers, and the lifespan of routes and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from contracts.errors import ApiError
+from contracts.headers import REQUEST_ID
+from gateway import errors
+from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
+from gateway.inbound import read_head
+from gateway.metrics import Metrics
+from gateway.proxy import Proxy, ProxySettings
+from gateway.routes import native, openai
+from gateway.routes.admin import AdminRoutes
+from gateway.routing import Router, Table
+from gateway.upstream import Upstream
+
+Handler = Callable[[Scope, Send], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """ASGI application.
+
+    `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file.
+    """
+
+    def __init__(
+        self, settings: ProxySettings, configured: Mapping[str, Iterable[str]], routes_path: Path
+    ) -> None:
+        self.upstream = Upstream()
+        self.router = Router(routes_path, configured, self._routes_changed)
+        self.metrics = Metrics(self.router)
+        self.proxy = Proxy(self.router, self.upstream, self.metrics, settings)
+        admin = AdminRoutes(self.router, self.metrics)
+        self._models = openai.ModelRoutes(self.router)
+        self._proxied = {path: path.encode() for path in (*openai.PROXIED, *native.PROXIED)}
+        self._own: dict[str, Handler] = {
+            openai.MODELS: self._models.list,
+            "/health": admin.health,
+            "/ready": admin.ready,
+            "/metrics": admin.metrics,
+            "/version": admin.version,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            raise RuntimeError(f"unexpected ASGI scope {scope['type']!r}")
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            path = self._proxied.get(scope["path"])
+            if header(scope, b"upgrade") is not None:
+                raise errors.upgrade_refused()
+            if path is not None and scope["method"] == "POST":
+                await self.proxy.forward(path, scope, receive, send)
+            else:
+                await self._serve_own(scope, send)
+        except ApiError as error:
+            await errors.send_error(send, error, _request_id(scope))
+        except Exception:
+            log.exception("error while serving %s", scope["method"])
+            # Raises when an answer had begun; the server then closes the connection on it.
+            await errors.send_error(send, errors.gateway_bug(), _request_id(scope))
+
+    async def _serve_own(self, scope: Scope, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        handler = self._own.get(path)
+        if handler is None and path.startswith(openai.MODELS + "/"):
+            handler = self._models.get
+        if handler is not None:
+            allowed = "GET, HEAD, OPTIONS"
+        elif path in self._proxied:
+            allowed = "POST, OPTIONS"
+        else:
+            raise errors.route_not_found(path)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += _request_id(scope)
+            await send(message)
+
+        if method == "OPTIONS":
+            await send_bytes(send_with_id, 200, b"", b"text/plain", [(b"allow", allowed.encode())])
+        elif handler is not None and method in ("GET", "HEAD"):
+            await handler(scope, send_with_id)
+        else:
+            raise errors.method_not_allowed(method, path, allowed)
+
+    def _routes_changed(self, table: Table) -> None:
+        self.upstream.retain(table.addresses)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        poll = asyncio.create_task(self.router.poll(), name="routes")
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        poll.cancel()
+        with suppress(asyncio.CancelledError):
+            await poll
+        self.upstream.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _request_id(scope: Scope) -> Headers:
+    return [(REQUEST_ID.encode(), read_head(scope).request_id)]

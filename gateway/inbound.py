@@ -1,0 +1,154 @@
+"""A client's request: its body, bounded and untouched, and the few things the gateway reads in it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from contracts.errors import bad_request
+from gateway.asgi import Receive, Scope
+from gateway.errors import body_timeout, body_too_large, length_required, model_missing, unsupported_encoding
+
+FORWARDED = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_MAX_USER = 512
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class _Wanted(msgspec.Struct):
+    """What is read of a body; everything else in it is skipped, checked only for being JSON."""
+
+    model: Any = None
+    model_name: Any = None
+    user: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Wanted)
+
+
+@dataclass(slots=True)
+class Head:
+    """The headers that matter. `forwarded`: those that go on to the worker, one of each name, as lines."""
+
+    request_id: bytes
+    forwarded: bytes
+    length: int | None = None
+    framed: bool = False
+    encoding: bytes | None = None
+    user: str | None = None
+
+
+@dataclass(slots=True)
+class Inbound:
+    body: bytes
+    model: str
+    user: str
+
+
+def read_head(scope: Scope) -> Head:
+    """`request_id` is the client's own if it is one, else a new one."""
+    head = Head(b"", b"")
+    sent: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in FORWARDED:
+            sent.setdefault(name, value)
+        elif name == b"content-length":
+            head.length, head.framed = int(value), True
+        elif name == b"transfer-encoding":
+            head.framed = True
+        elif name == b"content-encoding" and value.strip().lower() != b"identity":
+            head.encoding = value
+        elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            head.request_id = value
+        elif name == b"x-user-id":
+            head.user = value.decode("latin-1").strip()[:_MAX_USER]
+    head.request_id = head.request_id or secrets.token_hex(16).encode()
+    head.forwarded = b"".join([b"%s: %s\r\n" % pair for pair in sent.items()])
+    return head
+
+
+async def read_body(receive: Receive, head: Head, max_body: int, patience: float) -> bytes:
+    """The whole body, untouched; at most `patience` seconds may pass without a piece of it.
+
+    ApiError for what can't be served, ClientGone when the client leaves.
+    """
+    if head.encoding is not None:
+        raise unsupported_encoding(head.encoding)
+    if not head.framed:
+        raise length_required()
+    if head.length is not None and head.length > max_body:
+        raise body_too_large(max_body)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await _next(receive, patience)
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > max_body:
+            raise body_too_large(max_body)
+        pieces.append(piece)
+        if not message.get("more_body"):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def parse_body(body: bytes, head: Head, scope: Scope) -> Inbound:
+    """Model name and user; ApiError 400 when the body is no JSON object or names no model."""
+    wanted = _decode(body)
+    return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope))
+
+
+async def _next(receive: Receive, patience: float) -> Any:
+    try:
+        async with asyncio.timeout(patience):
+            message = await receive()
+    except TimeoutError:
+        raise body_timeout(patience) from None
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message
+
+
+def _decode(body: bytes) -> _Wanted:
+    if not body.strip():
+        raise bad_request("The request body is empty; a JSON object is needed.", code="invalid_json")
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"The request body must be a JSON object: {error}.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _model_name(wanted: _Wanted, scope: Scope) -> str:
+    for param, value in (("model", wanted.model), ("model_name", wanted.model_name)):
+        if value is None or value == "":
+            continue
+        if isinstance(value, str):
+            return value
+        raise bad_request(f"'{param}' must be a string.", param, "invalid_type")
+    query: bytes = scope["query_string"]
+    names = parse_qs(query.decode("latin-1")).get("model") if query else None
+    if not names:
+        raise model_missing()
+    return names[0]
+
+
+def _user(wanted: _Wanted, head: Head, scope: Scope) -> str:
+    """Without authentication: the header X-User-Id, else the body's `user`, else the client's address."""
+    if head.user:
+        return head.user
+    if isinstance(wanted.user, str) and wanted.user:
+        return wanted.user[:_MAX_USER]
+    client = scope.get("client")
+    return str(client[0]) if client else "local"

@@ -1,0 +1,271 @@
+"""Bytes in, bytes out: one request to a worker and its answer back.
+
+A request is repeated only while no worker can have begun on it: the connection was refused or found dead, or
+the worker said that it drains. After the first byte of an answer nothing is repeated. A client that leaves
+cancels the exchange at any point, which closes the worker's connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Protocol
+
+from contracts.errors import ApiError
+from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
+from gateway import errors
+from gateway.asgi import Headers, Message, Receive, Scope, Send
+from gateway.inbound import ClientGone, Head, Inbound, parse_body, read_body, read_head
+from gateway.metrics import Metrics
+from gateway.routing import Backend, Router
+from gateway.upstream import Connection, Timeouts, Upstream, UpstreamError
+
+MAX_ATTEMPTS = 4
+CLIENT_LEFT = 499  # status in metrics; nobody is there to read it
+LINGER_BYTES = 8 * 1024**2
+LINGER_SECONDS = 2.0
+
+_REQUEST_ID = REQUEST_ID.encode()
+_MODEL = SERVED_MODEL.encode()
+_TARGET = SERVED_TARGET.encode()
+_DRAINING = DRAINING.encode()
+
+log = logging.getLogger(__name__)
+
+
+class ProxySettings(Protocol):
+    """The part of the gateway's settings that the proxy reads."""
+
+    @property
+    def timeouts(self) -> Timeouts: ...
+    @property
+    def max_body(self) -> int: ...
+
+
+class Proxy:
+    """Forwards POST requests to the workers of the models they name."""
+
+    def __init__(self, router: Router, upstream: Upstream, metrics: Metrics, settings: ProxySettings) -> None:
+        self.router = router
+        self.upstream = upstream
+        self.metrics = metrics
+        self.settings = settings
+
+    async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request; `path` is the route's own, never the client's spelling."""
+        head = read_head(scope)
+        call = _Call(self, path, head, send)
+        body_read = False
+        try:
+            body = await read_body(receive, head, self.settings.max_body, self.settings.timeouts.idle)
+            body_read = True
+            await call.run(parse_body(body, head, scope), receive)
+        except ClientGone:
+            call.status = CLIENT_LEFT
+        except ApiError as error:
+            call.status = error.status
+            if body_read:
+                await errors.send_error(send, error, call.own_headers())
+            else:
+                await _refuse_unread(receive, send, error, call.own_headers())
+        finally:
+            call.record()
+
+
+class _StaleConnection(Exception):
+    """A kept-alive connection was dead before the request reached anybody."""
+
+
+class _Call:
+    """One request on its way, with what was decided so far."""
+
+    def __init__(self, proxy: Proxy, path: bytes, head: Head, send: Send) -> None:
+        self.proxy = proxy
+        self.path = path
+        self.head = head
+        self.send = send
+        self.status = 500
+        self.model = ""
+        self.backend: Backend | None = None
+        self.client_left = False
+        self.began = self.ready = time.perf_counter()
+        self.waited = 0.0  # seconds in which the worker had the word
+        self.overhead: float | None = None
+
+    def own_headers(self) -> Headers:
+        headers = [(_REQUEST_ID, self.head.request_id)]
+        if self.backend is not None:
+            headers += [(_MODEL, self.model.encode("latin-1", "replace")), (_TARGET, self.backend.label)]
+        return headers
+
+    def record(self) -> None:
+        target = self.backend.target.id if self.backend is not None else ""
+        seconds = time.perf_counter() - self.began
+        self.proxy.metrics.done(self.model, target, self.status, seconds, self.overhead)
+
+    async def run(self, inbound: Inbound, receive: Receive) -> None:
+        """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
+        self.ready = time.perf_counter()
+        self.model = self.proxy.router.resolve(inbound.model)
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        watch = loop.create_task(_client_gone(receive))
+
+        def left(_: asyncio.Task[None]) -> None:
+            self.client_left = True
+            task.cancel()
+
+        watch.add_done_callback(left)
+        try:
+            await self._try_targets(inbound, loop.time() + self.proxy.settings.timeouts.total)
+        except asyncio.CancelledError:
+            if not self.client_left:
+                raise
+            task.uncancel()
+            self.status = CLIENT_LEFT
+        finally:
+            watch.remove_done_callback(left)
+            watch.cancel()
+
+    # --- attempts
+
+    async def _try_targets(self, inbound: Inbound, ends_at: float) -> None:
+        router = self.proxy.router
+        tried: set[str] = set()
+        failure: ApiError | None = None
+        fresh = False
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                backend = router.claim(self.model, inbound.user, tried)
+            except ApiError as error:
+                raise (failure or error) from None
+            self.backend = backend
+            try:
+                if await self._attempt(backend, inbound.body, ends_at, fresh):
+                    return
+                failure = errors.model_unavailable(self.model)
+            except _StaleConnection:
+                fresh = True  # the worker had closed it; others to it are likely dead too
+                continue
+            except UpstreamError as error:
+                failure = self._failure(error)
+                if not error.untouched:
+                    raise failure from None
+            finally:
+                backend.release()
+            tried.add(backend.target.id)
+            router.refresh()  # a worker that refuses has probably been replaced just now
+        raise failure or errors.model_unavailable(self.model)
+
+    async def _attempt(self, backend: Backend, body: bytes, ends_at: float, fresh: bool) -> bool:
+        """False when the worker refused because it drains."""
+        upstream, timeouts = self.proxy.upstream, self.proxy.settings.timeouts
+        asked = time.perf_counter()
+        connection = None if fresh else upstream.take(backend.target.address)
+        if connection is None:
+            connection = await upstream.connect(backend.target.address, timeouts.connect)
+        try:
+            connection.start(self._request_head(len(body)), body, timeouts, ends_at)
+            try:
+                await connection.head()
+            except UpstreamError as error:
+                if error.untouched and connection.reused:
+                    raise _StaleConnection from None
+                raise
+            self.waited += connection.head_at - asked
+            if connection.status == 503 and connection.refused == _DRAINING:
+                return False
+            await self._relay(connection)
+            return True
+        finally:
+            upstream.give_back(connection)
+
+    def _request_head(self, length: int) -> bytes:
+        return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
+            self.path,
+            self.head.forwarded,
+            _REQUEST_ID,
+            self.head.request_id,
+            length,
+        )
+
+    def _failure(self, error: UpstreamError) -> ApiError:
+        target = self.backend.target.id if self.backend is not None else ""
+        log.warning("request %s on %s: %s", self.head.request_id.decode(), target, error)
+        if error.untouched:
+            return errors.model_unavailable(self.model)
+        if error.kind == "timeout":
+            return errors.worker_timeout(self.model, str(error))
+        if error.kind == "protocol":
+            return errors.worker_nonsense(self.model)
+        return errors.worker_failed(self.model)
+
+    # --- the answer
+
+    async def _relay(self, connection: Connection) -> None:
+        """Passes the answer on as it comes. From here on a failure can only be said inside the stream."""
+        send = self.send
+        self.status = connection.status
+        headers = connection.headers + self.own_headers()
+        stream = None
+        if connection.content_length is None:
+            stream = errors.stream_format(connection.content_type)
+        if stream is not None:
+            headers.append((b"x-accel-buffering", b"no"))
+        self.overhead = time.perf_counter() - self.ready - self.waited
+        await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+        tail = b""
+        try:
+            while True:
+                piece = await connection.read()
+                last = connection.complete and not connection.pending
+                await send({"type": "http.response.body", "body": piece, "more_body": not last})
+                if last:
+                    return
+                tail = piece[-4:] if len(piece) >= 4 else (tail + piece)[-4:]
+        except UpstreamError as error:
+            failure = self._failure(error)
+            if error.kind == "broken":
+                failure = errors.stream_broken(self.model)
+            await self._end_broken(stream, tail, failure)
+        except asyncio.CancelledError:
+            if not self.client_left:
+                await self._end_broken(stream, tail, errors.shutting_down())
+            raise
+
+    async def _end_broken(self, stream: errors.StreamFormat | None, tail: bytes, error: ApiError) -> None:
+        """A stream ends with an error; any other answer stays short, and the server closes the connection."""
+        self.status = error.status
+        if stream is not None:
+            event = errors.error_event(error, stream, tail)
+            await self.send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _client_gone(receive: Receive) -> None:
+    """Ends when the client has gone; the body was read before, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse_unread(receive: Receive, send: Send, error: ApiError, headers: Headers) -> None:
+    """Answers before the body was read, drops what still comes for a moment, then closes the connection.
+
+    Closing at once would reset it, and a client that is still sending would never see the answer.
+    """
+
+    async def send_open(message: Message) -> None:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    await errors.send_error(send_open, error, [*headers, (b"connection", b"close")])
+    dropped = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while dropped < LINGER_BYTES:
+                message = await receive()
+                dropped += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    break
+    await send({"type": "http.response.body", "body": b""})

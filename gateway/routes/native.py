@@ -1,0 +1,3 @@
+"""The native endpoints, all of which a worker answers."""
+
+PROXIED = ("/generate", "/generate_stream", "/tokenize", "/detokenize")
