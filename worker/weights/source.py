@@ -177,7 +177,6 @@ def _from_hub(source: str) -> Path:
         raise SourceError(
             f"{source}: no such file or directory, and not a hub id (org/name or org/name/file.gguf) either"
         )
-    import httpx
     import huggingface_hub
 
     repo, file = match["repo"], match["file"]
@@ -187,7 +186,7 @@ def _from_hub(source: str) -> Path:
         return Path(
             huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
         )
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except Exception as error:  # the library lets pass whatever the network, the disk or a mirror brings up
         where = (
             "the local cache only: HF_HUB_OFFLINE is set"
             if huggingface_hub.constants.HF_HUB_OFFLINE

@@ -1,0 +1,272 @@
+"""Sources: each kind is found, and whatever can't be served says why before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.worker.gguf_files import write_gguf
+from worker.weights.source import SourceError, resolve_source
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 100,
+    "eos_token_id": 2,
+}
+GGUF_METADATA = {
+    "llama.block_count": 1,
+    "llama.context_length": 128,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.attention.head_count": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.eos_token_id": 7,
+}
+
+
+def directory(path: Path, *files: str, **changes: Any) -> Path:
+    """A model directory: config.json with `changes`, and empty `files`."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    for name in files:
+        (path / name).touch()
+    return path
+
+
+def gguf_file(path: Path, extra: dict[str, Any] | None = None, **tensors: np.ndarray) -> Path:
+    embedding = {"token_embd.weight": np.zeros((100, 64), np.float32)}
+    return write_gguf(path, "llama", {**GGUF_METADATA, **(extra or {})}, {**embedding, **tensors})
+
+
+def test_directory(tmp_path: Path) -> None:
+    path = directory(tmp_path, "model.safetensors")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2], "temperature": 0.6}))
+    source = resolve_source(str(path))
+    assert (source.kind, source.path) == ("safetensors", path)
+    assert source.config.eos_token_ids == (5, 2)
+    assert source.generation == {"eos_token_id": [5, 2], "temperature": 0.6, "eos_token_ids": (5, 2)}
+
+
+def test_end_tokens_of_both_configurations_count(tmp_path: Path) -> None:
+    path = directory(tmp_path, "model.safetensors")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert resolve_source(str(path)).config.eos_token_ids == (9, 2)
+
+
+def test_gguf_file_and_directory_with_one(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf")
+    for name in (path, tmp_path):
+        source = resolve_source(str(name))
+        assert (source.kind, source.path) == ("gguf", path)
+        assert source.config.eos_token_ids == (7,)
+        assert source.generation == {"eos_token_ids": (7,)}
+
+
+def test_random(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    for name in (path, path / "config.json"):
+        source = resolve_source(f"random:{name}")
+        assert (source.kind, source.path) == ("random", path / "config.json")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "no weights": ({}, [], r"no \*\.safetensors"),
+    "pickle": ({}, ["pytorch_model.bin"], r"pytorch_model\.bin: pickle checkpoints are refused because"),
+    "architecture": ({"architectures": ["BertModel"]}, ["a.safetensors"], "'BertModel' is not supported"),
+    "rope": ({"rope_scaling": {"type": "yarn"}}, ["a.safetensors"], "rope scaling 'yarn'"),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, ["a.safetensors"], "quantization_config"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_directory_refused(case: str, tmp_path: Path) -> None:
+    changes, files, message = REFUSED[case]
+    with pytest.raises(SourceError, match=message) as caught:
+        resolve_source(str(directory(tmp_path, *files, **changes)))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{\n'a': 1}", "line 2: not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ("\xff", "not valid JSON"),
+        ("[" * 200_000, "not valid JSON"),
+        ("{}", "architecture None is not supported"),
+    ],
+)
+def test_broken_config(text: str, message: str, tmp_path: Path) -> None:
+    directory(tmp_path, "model.safetensors")
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError, match=message) as caught:
+        resolve_source(str(tmp_path))
+    assert "config.json" in str(caught.value)
+
+
+def test_paths_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").touch()
+    Path("notes.txt").write_text("no model, but long enough to have a header")
+    Path("empty").mkdir()
+    Path("many").mkdir()
+    for name in ("many/a.gguf", "many/b.gguf"):
+        Path(name).touch()
+    cases = {
+        "": "no such file or directory",
+        "missing": "no such file or directory, and not a hub id",
+        "/no/such/place": "no such file or directory, and not a hub id",
+        "../a/b": "no such file or directory",
+        "random:missing.json": "no file missing.json",
+        "model.pt": "pickle checkpoints are refused",
+        "notes.txt": "not a GGUF file",
+        "empty": "no config.json",
+        "many": "several GGUF files, name one: a.gguf, b.gguf",
+    }
+    for source, message in cases.items():
+        with pytest.raises(SourceError, match=message):
+            resolve_source(source)
+
+
+def test_gguf_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="split GGUF"):
+        resolve_source(str(gguf_file(tmp_path / "a.gguf", {"split.count": 2})))
+    with pytest.raises(SourceError, match="'yarn'"):
+        resolve_source(str(gguf_file(tmp_path / "b.gguf", {"llama.rope.scaling.type": "yarn"})))
+    half = {"rope_freqs.weight": np.ones(16, np.float16)}
+    with pytest.raises(SourceError, match=r"rope_freqs\.weight is F16"):
+        resolve_source(str(gguf_file(tmp_path / "c.gguf", **half)))
+    wrong = {"rope_freqs.weight": np.ones(9, np.float32)}
+    with pytest.raises(SourceError, match="has 9 values, not 16"):
+        resolve_source(str(gguf_file(tmp_path / "d.gguf", **wrong)))
+
+
+COMMIT = "a" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub as a download asks for: a repository's list of files, and each of them."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        self.files = files
+        self.served: set[str] = set()
+
+
+class HubRequest(SimpleHTTPRequestHandler):
+    server: Hub
+
+    def answer(self) -> None:
+        path = self.path.split("?")[0]
+        file = path.removeprefix("/org/model/resolve/").partition("/")[2]
+        if path.startswith("/api/models/org/model/"):
+            self.reply(
+                json.dumps(self.tree() if "/tree/" in path else {"id": "org/model", "sha": COMMIT}).encode()
+            )
+        elif path.startswith("/org/model/") and file in self.server.files:
+            self.server.served.add(file)
+            self.reply(self.server.files[file], etag=f'"{file.replace("/", "-")}"')
+        else:
+            self.send_response(404)
+            self.send_header("x-error-code", "RepoNotFound")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+    def tree(self) -> list[dict[str, Any]]:
+        files = self.server.files.items()
+        return [{"type": "file", "path": name, "size": len(body), "oid": COMMIT} for name, body in files]
+
+    def reply(self, body: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for name, value in {"content-length": str(len(body)), "x-repo-commit": COMMIT, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    server = Hub(
+        {
+            "config.json": json.dumps(CONFIG).encode(),
+            "model.safetensors": b"weights",
+            "pytorch_model.bin": b"pickle",
+            "modeling.py": b"raise SystemExit",
+            "original/params.json": b"{}",
+            "tokenizer.json": b"{}",
+            "quant/m.gguf": gguf_file(tmp_path / "m.gguf").read_bytes(),
+        }
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+RESOLVE = """
+import sys
+from worker.weights.source import SourceError, resolve_source
+for source in sys.argv[1:]:
+    try:
+        print(resolve_source(source).kind)
+    except SourceError as error:
+        print(error)
+"""
+
+
+def resolve_elsewhere(tmp_path: Path, *sources: str, **environment: str) -> list[str]:
+    """Resolve in another process: the hub's library reads its environment when it is imported."""
+    environment |= {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, *sources],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_hub(hub: Hub, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    found = resolve_elsewhere(
+        tmp_path, "org/model", "org/model/quant/m.gguf", "org/none", HF_ENDPOINT=endpoint
+    )
+    assert found[:2] == ["safetensors", "gguf"]
+    assert found[2].startswith(
+        f"org/none: no such path, and not found on the hub ({endpoint} and the local cache)"
+    )
+    assert hub.served == {"config.json", "model.safetensors", "tokenizer.json", "quant/m.gguf"}
+
+    hub.served.clear()
+    found = resolve_elsewhere(tmp_path, "org/model", "org/none", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
+    assert found[0] == "safetensors"
+    assert "the local cache only: HF_HUB_OFFLINE is set" in found[1]
+    assert not hub.served
