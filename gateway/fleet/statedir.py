@@ -62,7 +62,7 @@ class StateDir:
             os.close(lock)
             raise Conflict(
                 f"a fleet is already up in {self.root} (supervisor is process {holder}); "
-                f"`pagefleet down --state-dir {self.root}` stops it; with another supervisor.state_dir two can run"
+                f"`pagefleet down --state-dir {self.root}` stops it; another state_dir can run beside it"
             ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

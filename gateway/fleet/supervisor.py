@@ -89,11 +89,8 @@ class Supervisor:
 
     async def run(self) -> int:
         """Runs the fleet; exit code 0 after a stop, 1 when nothing is left that could serve."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.request_stop)
         self._publisher = Publisher(self.state.routes, self._slots)
-        with LocalBackend(uuid.uuid4().hex, self.state.records) as backend:
+        with _signals(self.request_stop), LocalBackend(uuid.uuid4().hex, self.state.records) as backend:
             self._units = self._make_units(backend)
             for unit in self._units:
                 self._changed(unit.status)
@@ -189,6 +186,19 @@ class Supervisor:
             await asyncio.sleep(_ROTATE_EVERY)
             for unit in self._units:
                 logs.rotate(Path(unit.status.log))
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def _gpus_of(options: WorkerOptions) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A worker or gateway without a model, for the supervisor's tests: real processes, real sockets, chosen misbehaviour.
+"""A worker or gateway without a model, for the supervisor: real processes, real sockets, chosen misbehaviour.
 
 fake_process.py worker BEHAVIOUR --uds PATH --slot S --generation G
 fake_process.py gateway BEHAVIOUR --fd N
