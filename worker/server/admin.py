@@ -1,0 +1,133 @@
+"""Routes about the worker itself: health, readiness, metrics, identity, and what its operator may do."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from contracts.errors import internal_error, model_not_found, unavailable
+from worker.ipc.client import EngineDead
+from worker.server.exchange import Exchange
+from worker.server.schemas import AbortRequest, decode
+from worker.server.state import ServerState, engine_dead
+
+
+async def models(state: ServerState, exchange: Exchange) -> None:
+    await exchange.json({"object": "list", "data": [_card(state, name) for name in state.config.model_names]})
+
+
+async def model(state: ServerState, exchange: Exchange) -> None:
+    name = exchange.path_params["model"]
+    if name not in state.config.model_names:
+        raise model_not_found(name)
+    await exchange.json(_card(state, name))
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    info = state.engine.info if state.engine else None
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "pagefleet",
+        "root": state.config.model,
+        "max_model_len": info.max_model_len if info else None,
+    }
+
+
+async def health(state: ServerState, exchange: Exchange) -> None:
+    """Whether the process is alive and gets on with its work, also while it still loads."""
+    engine = state.engine
+    if engine is not None and engine.state == "dead":
+        raise engine_dead()
+    stalled = state.stalled_for()
+    if stalled > state.config.stall_limit:
+        raise unavailable(
+            f"The engine has work and has taken no step for {stalled:.0f} s "
+            f"(stall_limit is {state.config.stall_limit:g} s).",
+            "engine_stalled",
+        )
+    await exchange.json({"status": "ok", "engine": engine.state if engine else "loading"})
+
+
+async def ready(state: ServerState, exchange: Exchange) -> None:
+    """200 once the model answers; until then 503 with the phase of loading, and how far it is."""
+    body = _readiness(state)
+    if body["status"] == "ready":
+        await exchange.json(body)
+    else:
+        await exchange.json(body, 503, {"retry-after": "1"})
+
+
+def _readiness(state: ServerState) -> dict[str, Any]:
+    engine, gate = state.engine, state.gate
+    body: dict[str, Any] = {"status": "ready", "model": state.model_name, "inflight": gate.inside}
+    if engine is not None and engine.state == "dead":
+        body |= {"status": "failed", "message": engine.failure}
+    elif engine is None or engine.state != "ready" or state.text is None:
+        progress = engine.progress if engine else None
+        body |= {
+            "status": "loading",
+            "phase": progress.phase if progress else "start",
+            "done": progress.done if progress else 0,
+            "total": progress.total if progress else 0,
+        }
+    elif gate.draining:
+        body["status"] = "draining"
+    return body
+
+
+async def metrics(state: ServerState, exchange: Exchange) -> None:
+    await exchange.respond(state.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def show_version(state: ServerState, exchange: Exchange) -> None:
+    try:
+        number = version("pagefleet")
+    except PackageNotFoundError:  # run from a source tree
+        number = "unknown"
+    await exchange.json({"version": number})
+
+
+async def whoami(state: ServerState, exchange: Exchange) -> None:
+    config = state.config
+    await exchange.json(
+        {"slot": config.slot, "generation": config.generation, "model": state.model_name, "pid": os.getpid()}
+    )
+
+
+async def drain(state: ServerState, exchange: Exchange) -> None:
+    """Refuse new requests from now on; says how many are still answered. Can be asked again and again."""
+    state.gate.draining = True
+    await exchange.json({"draining": True, "inflight": state.gate.inside})
+
+
+async def undrain(state: ServerState, exchange: Exchange) -> None:
+    state.gate.draining = False
+    await exchange.json({"draining": False, "inflight": state.gate.inside})
+
+
+async def abort(state: ServerState, exchange: Exchange) -> None:
+    """End requests by id (the answer's id or the x-request-id, whole); without ids, all of them."""
+    wanted = decode(exchange.body, AbortRequest).request_ids if exchange.body else None
+    aborted = 0
+    for generation in list(state.generations):
+        if wanted is None or not generation.names.isdisjoint(wanted):
+            generation.abort(unavailable("The request was aborted by the operator.", "request_aborted"))
+            aborted += 1
+    await exchange.json({"aborted": aborted})
+
+
+async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
+    """Forget all cached prompts, so that the next ones are computed anew."""
+    engine, _, _ = state.ready()
+    try:
+        problem = await engine.call("reset_prefix_cache")
+    except EngineDead:
+        raise engine_dead() from None
+    if problem:
+        raise internal_error(f"The prefix cache was not reset: {problem}", "engine_error")
+    await exchange.json({"reset": True})

@@ -1,0 +1,149 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import Any
+
+from contracts.errors import bad_request
+from worker.params import SamplingParams
+from worker.server.choice import Delta
+from worker.server.exchange import EventStream, Exchange
+from worker.server.generation import Generation, check_sequences
+from worker.server.logprobs import completion_logprobs
+from worker.server.refusals import check_stream_options, refuse_unsupported_format
+from worker.server.sampling import sampling_params
+from worker.server.schemas import CompletionRequest, Prompt, decode
+from worker.server.state import ServerState
+from worker.server.text_model import TextModel
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(state: ServerState, exchange: Exchange) -> None:
+    """Continue one or more prompts, whole or as server-sent events."""
+    started = time.monotonic()
+    request = decode(exchange.body, CompletionRequest)
+    state.check_model(request.model or request.model_name or exchange.query("model"))
+    _, info, text = state.ready()
+    _refuse_unsupported(request)
+    usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
+    params = sampling_params(request, max_tokens=request.max_tokens, logprobs=request.logprobs)
+    prompts = _split(request.prompt)
+    check_sequences(state, len(prompts), params.n)
+    tokens = [
+        await prompt_tokens(
+            text, prompt, add_special_tokens=request.add_special_tokens, limit=info.max_model_len
+        )
+        for prompt in prompts
+    ]
+    generation = Generation(
+        state,
+        tokens,
+        params,
+        request,
+        param="prompt",
+        continuation=True,
+        external_id=exchange.request_id,
+        id_prefix="cmpl-",
+        started=started,
+        default_length=DEFAULT_MAX_TOKENS,
+    )
+    try:
+        generation.submit()
+        if request.stream:
+            await _stream(state, exchange, generation, text, usage_wanted)
+        else:
+            await _whole(state, exchange, generation, text)
+    finally:
+        generation.close()
+
+
+async def prompt_tokens(
+    text: TextModel, prompt: str | list[int], *, add_special_tokens: bool | None, limit: int
+) -> list[int]:
+    """Token ids of one prompt, which may be token ids already."""
+    if isinstance(prompt, list):
+        return prompt
+    if not prompt:
+        raise bad_request("prompt is empty: at least one token is needed", "prompt")
+    return await text.encode(
+        prompt, param="prompt", add_special_tokens=add_special_tokens is not False, limit=limit
+    )
+
+
+def _split(prompt: Prompt) -> list[str | list[int]]:
+    """The prompts of a request: one string, one list of ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is empty: at least one token is needed", "prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise bad_request("prompt mixes strings, token ids and lists of token ids; send one kind", "prompt")
+    if kinds == {int}:
+        return [[item for item in prompt if isinstance(item, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+def _refuse_unsupported(request: CompletionRequest) -> None:
+    refuse_unsupported_format(request.response_format)
+    if request.echo:
+        raise bad_request("echo is not supported yet", "echo")
+    if request.suffix:
+        raise bad_request("suffix is not supported: the models served here continue text", "suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise bad_request("best_of other than n is not supported; all n answers are returned", "best_of")
+
+
+def _choice(index: int, delta: Delta, text: TextModel, params: SamplingParams) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": delta.text,
+        "logprobs": completion_logprobs(delta, text.tokenizer, params),
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+
+
+async def _whole(state: ServerState, exchange: Exchange, generation: Generation, text: TextModel) -> None:
+    answers = await generation.collect()
+    await exchange.json(
+        {
+            **_head(state, generation),
+            "choices": [
+                _choice(index, answer, text, generation.params) for index, answer in enumerate(answers)
+            ],
+            "usage": generation.usage().body(),
+        }
+    )
+
+
+async def _stream(
+    state: ServerState, exchange: Exchange, generation: Generation, text: TextModel, usage_wanted: bool
+) -> None:
+    head = _head(state, generation)
+    tail: dict[str, Any] = {"usage": None} if usage_wanted else {}
+    await exchange.start_stream(EventStream())
+    async with aclosing(generation.steps()) as steps:
+        async for step in steps:
+            ready = [
+                {**head, "choices": [_choice(choice.index, delta, text, generation.params)], **tail}
+                for choice, delta in step
+                if delta.text or delta.logprobs or delta.finish_reason is not None
+            ]
+            if ready:
+                await exchange.write(*ready)
+    last = [{**head, "choices": [], "usage": generation.usage().body()}] if usage_wanted else []
+    await exchange.end_stream(*last)
+
+
+def _head(state: ServerState, generation: Generation) -> dict[str, Any]:
+    return {
+        "id": generation.id,
+        "object": "text_completion",
+        "created": generation.created,
+        "model": state.model_name,
+        "system_fingerprint": state.fingerprint,
+    }

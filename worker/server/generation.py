@@ -1,0 +1,277 @@
+"""Generation: the engine's work for one HTTP request, from admission to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from contracts.errors import ApiError, bad_request, internal_error, unavailable
+from worker.ipc.messages import EngineInfo, EngineRequest, RequestOutput
+from worker.params import SamplingParams, choice_seeds
+from worker.server.choice import Choice, Delta
+from worker.server.metrics import SequenceTimer
+from worker.server.schemas import MAX_PROMPTS, Sampling
+from worker.server.state import ServerState, engine_dead
+from worker.server.text_model import context_too_long
+
+Step = list[tuple[Choice, Delta]]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; a prompt with n answers counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class _Sequence:
+    """One answer and the engine request behind it."""
+
+    def __init__(self, choice: Choice, request: EngineRequest, timer: SequenceTimer) -> None:
+        self.choice = choice
+        self.request = request
+        self.timer = timer
+        self.stream: AsyncIterator[RequestOutput] | None = None
+
+
+class Generation:
+    """All answers of one request: `submit`, then iterate `steps`; `close` always.
+
+    Engine ids are minted here: ids from outside may repeat, and must never reach another client's work.
+
+    Args:
+        param: the request's field that became the prompts, for error messages.
+        continuation: the answer goes on in the prompt's text (see Detokenizer).
+        external_id: the id that the client knows the request by, beside its own.
+        started: when the request arrived, time.monotonic().
+        default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
+
+    Raises (on construction and submit): ApiError 400 when the request can't fit, 503 when the queue is full.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        request: Sampling,
+        *,
+        param: str,
+        continuation: bool,
+        external_id: str,
+        id_prefix: str,
+        started: float,
+        default_length: int | None = None,
+    ) -> None:
+        self._state = state
+        self._engine, info, text = state.ready()
+        self.id = id_prefix + uuid.uuid4().hex
+        self.names = frozenset((self.id, external_id))
+        self.created = int(time.time())
+        self.prompts = prompts
+        self.params = params
+        self._error: ApiError | None = None
+        if params.stop:
+            text.need_tokenizer("stop")
+        _check_logit_bias(params, info)
+        ends = text.tokenizer.eos_token_ids if text.tokenizer and not params.ignore_eos else ()
+        self._sequences: list[_Sequence] = []
+        for prompt in prompts:
+            length = _answer_length(prompt, params.max_tokens, info, param)
+            if params.max_tokens is None and default_length is not None:
+                length = min(length, default_length)
+            if params.min_tokens > length:
+                raise bad_request(
+                    f"min_tokens ({params.min_tokens}) must not exceed the answer's limit of {length} tokens",
+                    "min_tokens",
+                )
+            engine_params = msgspec.structs.replace(
+                params,
+                n=1,
+                stop=(),
+                # The tokenizer may know ends that the model's configuration doesn't.
+                stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))),
+                max_tokens=length,
+            )
+            for seed in choice_seeds(params):
+                index = len(self._sequences)
+                engine_request = EngineRequest(
+                    request_id=f"{self.id}-{index}",
+                    prompt_token_ids=prompt,
+                    params=engine_params,
+                    seed=seed,
+                    cache_salt=request.cache_salt or "",
+                    priority=request.priority or 0,
+                )
+                choice = Choice(index, text.tokenizer, params, continuation=continuation)
+                self._sequences.append(_Sequence(choice, engine_request, state.metrics.sequence(started)))
+
+    def submit(self) -> None:
+        """Hand everything to the engine, or nothing."""
+        if self._error is not None:
+            raise self._error
+        engine, info, _ = self._state.ready()
+        room = info.max_num_seqs + self._state.config.max_waiting - engine.in_flight
+        if len(self._sequences) > room:
+            raise unavailable("Too many requests are waiting for this model; try again.", "queue_full")
+        self._state.note_submission()
+        self._state.generations.add(self)
+        now = time.monotonic()
+        for sequence in self._sequences:
+            request = msgspec.structs.replace(sequence.request, arrival=now)
+            sequence.stream = engine.submit(request)
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """What arrives, as it arrives: all that is there at a time, in the order of the answers.
+
+        Raises ApiError when the engine dies or fails the request, or someone aborts it.
+        """
+        if len(self._sequences) == 1:
+            sequence = self._sequences[0]
+            assert sequence.stream is not None
+            async for output in sequence.stream:
+                yield [(sequence.choice, self._take(sequence, output))]
+                if sequence.choice.finished:
+                    return
+        else:
+            async with aclosing(self._merged()) as steps:
+                async for step in steps:
+                    yield step
+
+    async def collect(self) -> list[Delta]:
+        """All answers, whole. Raises as `steps`."""
+        answers = [Delta() for _ in self._sequences]
+        async with aclosing(self.steps()) as steps:
+            async for step in steps:
+                for choice, delta in step:
+                    answers[choice.index].add(delta)
+        return answers
+
+    async def _merged(self) -> AsyncGenerator[Step, None]:
+        waiting: dict[asyncio.Future[RequestOutput], _Sequence] = {}
+
+        def wait_for(sequence: _Sequence) -> None:
+            assert sequence.stream is not None
+            waiting[asyncio.ensure_future(sequence.stream.__anext__())] = sequence
+
+        try:
+            for sequence in self._sequences:
+                wait_for(sequence)
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                arrived = [(waiting.pop(future), future.result()) for future in done]
+                arrived.sort(key=lambda item: item[0].choice.index)
+                yield [(sequence.choice, self._take(sequence, output)) for sequence, output in arrived]
+                for sequence, _ in arrived:
+                    if not sequence.choice.finished:
+                        wait_for(sequence)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def abort(self, error: ApiError) -> None:
+        """End the request from outside, with `error` as its answer."""
+        self._error = error
+        self.close()
+
+    def close(self) -> None:
+        """Stop what still runs. Safe at any time and more than once."""
+        self._state.generations.discard(self)
+        for sequence in self._sequences:
+            if sequence.stream is not None and not sequence.choice.finished:
+                self._engine.abort(sequence.request.request_id)
+                sequence.timer.finish("abort")
+
+    def usage(self) -> Usage:
+        first_answers = self._sequences[:: self.params.n]
+        return Usage(
+            prompt_tokens=sum(map(len, self.prompts)),
+            completion_tokens=sum(sequence.choice.completion_tokens for sequence in self._sequences),
+            # Later answers always find their own prompt in the cache; that says nothing.
+            cached_tokens=sum(sequence.choice.cached_tokens for sequence in first_answers),
+        )
+
+    def _take(self, sequence: _Sequence, output: RequestOutput) -> Delta:
+        if output.finish_reason == "abort" or output.finish_reason == "error":
+            sequence.timer.finish(output.finish_reason)
+            raise self._failure(output)
+        sequence.timer.tokens(len(output.token_ids), output.queue_time)
+        delta = sequence.choice.push(output)
+        if delta.finish_reason is not None:
+            sequence.timer.finish(delta.finish_reason)
+            if output.finish_reason is None:  # a stop string: the engine doesn't know of it
+                self._engine.abort(sequence.request.request_id)
+        return delta
+
+    def _failure(self, output: RequestOutput) -> ApiError:
+        if self._error is not None:
+            return self._error
+        if self._engine.state == "dead":
+            return engine_dead()
+        return internal_error(output.error or "The request was aborted.", "engine_error")
+
+
+def _answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, param: str) -> int:
+    """Most tokens the answer may have; `wanted` when it fits, all that is left when it is None."""
+    if not prompt:
+        raise bad_request(f"{param} is empty: at least one token is needed", param)
+    if max(prompt) >= info.vocab_size or min(prompt) < 0:
+        raise bad_request(f"token ids in {param} must be from 0 to {info.vocab_size - 1}", param)
+    length = len(prompt)
+    if length >= info.max_model_len:
+        raise context_too_long(str(length), info.max_model_len, param)
+    if wanted is not None and length + wanted > info.max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {info.max_model_len} tokens, but {length + wanted} are "
+            f"asked for ({length} in the prompt, {wanted} in the answer); shorten the prompt or lower "
+            "max_tokens.",
+            param,
+            "context_length_exceeded",
+        )
+    capacity = (info.num_pages - 1) * info.page_size  # page 0 is never used
+    if length + (wanted or 1) > capacity:
+        raise bad_request(
+            f"This worker's KV cache holds {capacity} tokens, but {length + (wanted or 1)} are asked for "
+            f"({length} in the prompt); shorten the prompt, lower max_tokens, or start the worker with more "
+            "--kv-cache-memory-bytes.",
+            param,
+            "context_length_exceeded",
+        )
+    return wanted or min(info.max_model_len, capacity) - length
+
+
+def _check_logit_bias(params: SamplingParams, info: EngineInfo) -> None:
+    for token in params.logit_bias:
+        if token >= info.vocab_size:
+            raise bad_request(
+                f"logit_bias names token {token}, but the vocabulary ends at {info.vocab_size - 1}",
+                "logit_bias",
+            )
+
+
+def check_sequences(state: ServerState, prompts: int, n: int) -> None:
+    """ApiError 400 for more answers in one request than could ever be admitted together."""
+    if prompts > MAX_PROMPTS:
+        raise bad_request(f"prompt may hold at most {MAX_PROMPTS} prompts, not {prompts}", "prompt")
+    _, info, _ = state.ready()
+    most = min(MAX_PROMPTS, info.max_num_seqs + state.config.max_waiting)
+    if prompts * n > most:
+        raise bad_request(
+            f"{prompts} prompts with n = {n} make {prompts * n} answers; at most {most} fit", "n"
+        )

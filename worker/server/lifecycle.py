@@ -1,0 +1,308 @@
+"""A worker process from its first socket to its exit code: bind, load, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from contracts.errors import ApiError, unavailable
+from contracts.options import WorkerOptions
+from contracts.units import format_bytes, format_duration
+from worker.config import EXIT_INVALID, WorkerConfig
+from worker.ipc.client import EngineClient, EngineDead, engine_command
+from worker.server.app import create_app
+from worker.server.state import ServerState
+from worker.server.text_model import TextModel
+from worker.weights.source import resolve_source
+
+log = logging.getLogger("pagefleet.worker")
+
+EXIT_OK, EXIT_FAILED = 0, 1
+KEEP_ALIVE_SECONDS = 90  # longer than any gateway keeps an idle connection, so the gateway closes first
+_ANSWER_SECONDS = 5.0  # for error answers to leave before the process does
+_STATS_SECONDS = 10.0
+
+
+class BindError(RuntimeError):
+    """The address can't be listened on; the message says why."""
+
+
+def bind(config: WorkerConfig) -> socket.socket:
+    """The listening socket. BindError when the address is taken or can't be had.
+
+    A Unix socket that a dead process left behind is replaced; one that answers is not.
+    """
+    if config.uds:
+        return _bind_unix(Path(config.uds))
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise BindError(
+            f"can't listen on {config.host} port {config.port}: {error.strerror}; choose another --port"
+        ) from error
+    return _listening(sock)
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        sock.bind(str(path))
+        path.chmod(0o660)
+    except OSError as error:
+        sock.close()
+        raise BindError(f"can't listen on {path}: {error.strerror or error}; choose another --uds") from error
+    return _listening(sock)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _listening(sock: socket.socket) -> socket.socket:
+    # A long queue: a worker busy with one turn of its loop must not make connections fail.
+    sock.listen(2048)
+    sock.setblocking(False)
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers: the worker decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class WorkerProcess:
+    """One worker serving on `sock`. `run` returns the exit code."""
+
+    def __init__(self, config: WorkerConfig, sock: socket.socket) -> None:
+        self.config = config
+        self.state = ServerState(config)
+        self._sock = sock
+        self._client: EngineClient | None = None
+        self._exit_code: asyncio.Future[int] | None = None  # set once the process is to stop
+        self._signals = 0
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Serve until a signal, the engine's death, or a failed start; everything started here is stopped."""
+        loop = asyncio.get_running_loop()
+        self._exit_code = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        server = _Server(_uvicorn_config(self.state))
+        serving = asyncio.create_task(server.serve(sockets=[self._sock]), name="http")
+        tasks = [asyncio.create_task(self._load(), name="load")]
+        if self.config.parent_pid is not None:
+            tasks.append(asyncio.create_task(self._watch_parent(self.config.parent_pid), name="parent"))
+        if not self.config.disable_log_stats:
+            tasks.append(asyncio.create_task(self._log_stats(), name="stats"))
+        log.info("listening on %s", _address(self._sock))
+        try:
+            return await self._exit_code
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._stop_serving(server, serving)
+
+    async def _stop_serving(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+        if self._client is not None:
+            # While it loads it hears nothing, and has nothing to lose.
+            await self._client.shutdown(_ANSWER_SECONDS if self._client.state == "ready" else 0.0)
+        server.should_exit = True
+        await serving
+        log.info("stopped")
+
+    # ------------------------------------------------------------------ start
+
+    async def _load(self) -> None:
+        """Load the text side here and the weights in the engine process; then watch the engine."""
+        config = self.config
+        started = time.monotonic()
+        try:
+            source = await asyncio.to_thread(resolve_source, config.model)
+            text = await asyncio.to_thread(TextModel.load, source, config)
+        except ValueError as error:
+            self._fail(f"the model can't be served: {error}", EXIT_INVALID)
+            return
+        log.info("loading %s (%s)", config.model, source.kind)
+        self._client = client = EngineClient(engine_command(engine_spec(config, text)))
+        self.state.text = text
+        self.state.engine = client
+        await client.start()
+        try:
+            info = await client.wait_ready()
+        except EngineDead as error:
+            self._fail(f"the engine did not start: {error}")
+            return
+        log.info(
+            "ready after %s: %s, %s, weights %s, KV cache %s (%d pages of %d tokens), max_model_len %d",
+            format_duration(time.monotonic() - started),
+            info.device,
+            info.dtype,
+            format_bytes(info.weight_bytes),
+            format_bytes(info.kv_cache_bytes),
+            info.num_pages,
+            info.page_size,
+            info.max_model_len,
+        )
+        await client.dead.wait()
+        # The streams have been told already; they answer their clients before the process goes.
+        await self.state.gate.wait_empty(_ANSWER_SECONDS)
+        self._fail(f"the engine has ended: {client.failure}")
+
+    def _fail(self, message: str, code: int = EXIT_FAILED) -> None:
+        log.error("%s", message)
+        self._exit(code)
+
+    def _exit(self, code: int) -> None:
+        if self._exit_code is not None and not self._exit_code.done():
+            self._exit_code.set_result(code)
+
+    # ------------------------------------------------------------------- stop
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        name = signal.Signals(number).name
+        if self._signals == 1:
+            log.info("%s: draining, %d requests in work", name, self.state.gate.inside)
+            self._stopping = asyncio.create_task(self._drain(), name="drain")
+        elif self._signals == 2:
+            log.info("%s again: aborting %d requests", name, self.state.gate.inside)
+            self._abort_all(unavailable("The worker was stopped.", "shutting_down"))
+            self._stopping = asyncio.create_task(self._leave(), name="leave")
+
+    async def _drain(self) -> None:
+        """Let running requests finish, up to the drain limit; what still runs then ends with an error."""
+        gate = self.state.gate
+        gate.draining = True
+        if not await gate.wait_empty(self.config.shutdown_timeout):
+            limit = format_duration(self.config.shutdown_timeout)
+            log.warning("drain limit of %s reached: aborting %d requests", limit, gate.inside)
+            self._abort_all(
+                unavailable(f"The worker was stopped; its drain limit is {limit}.", "shutting_down")
+            )
+        await self._leave()
+
+    async def _leave(self) -> None:
+        await self.state.gate.wait_empty(_ANSWER_SECONDS)
+        self._exit(EXIT_OK)
+
+    def _abort_all(self, error: ApiError) -> None:
+        self.state.stopped = error
+        for generation in list(self.state.generations):
+            generation.abort(error)
+
+    async def _watch_parent(self, pid: int) -> None:
+        """End with the process that started this one, however it ended: nobody would stop this one later."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._fail(f"process {pid} (--parent-pid) is gone")
+            return
+        gone = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._abort_all(unavailable("The worker was stopped.", "shutting_down"))
+        self._fail(f"process {pid} (--parent-pid) is gone")
+
+    async def _log_stats(self) -> None:
+        """A line every few seconds while there is work."""
+        previous = None
+        while True:
+            await asyncio.sleep(_STATS_SECONDS)
+            stats = self.state.engine.stats if self.state.engine else None
+            if stats is None or (previous is not None and stats.steps == previous.steps):
+                continue
+            prompts = stats.prompt_tokens - (previous.prompt_tokens if previous else 0)
+            generated = stats.generation_tokens - (previous.generation_tokens if previous else 0)
+            previous = stats
+            log.info(
+                "running %d, waiting %d, KV cache %.1f %%, prompt %.1f tokens/s, generated %.1f tokens/s",
+                stats.running,
+                stats.waiting,
+                100 * stats.pages_used / max(1, stats.pages_total),
+                prompts / _STATS_SECONDS,
+                generated / _STATS_SECONDS,
+            )
+
+
+def engine_spec(config: WorkerConfig, text: TextModel) -> str:
+    """The engine's options as JSON (worker.engine.process.EngineSpec): sizes as plain numbers of bytes."""
+    options = {name: getattr(config, name) for name in WorkerOptions.model_fields}
+    vocab_limit = text.tokenizer.vocab_size if text.tokenizer else None
+    spec = {"model": config.model, "options": options, "vocab_limit": vocab_limit}
+    return msgspec.json.encode(spec).decode()
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(state),
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,  # admin routes trust the peer's address, so no header may replace it
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(_ANSWER_SECONDS),
+    )
+
+
+def _address(sock: socket.socket) -> str:
+    name = sock.getsockname()
+    return f"unix:{name}" if isinstance(name, str) else f"http://{name[0]}:{name[1]}"
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Serve as `config` says until told to stop; the exit code."""
+    try:
+        sock = bind(config)
+    except BindError as error:
+        log.error("%s", error)
+        return EXIT_FAILED
+    import uvloop
+
+    with asyncio.Runner(loop_factory=partial(uvloop.new_event_loop)) as runner:
+        code = runner.run(_run(config, sock))
+    if config.uds:
+        Path(config.uds).unlink(missing_ok=True)
+    return code
+
+
+async def _run(config: WorkerConfig, sock: socket.socket) -> int:
+    return await WorkerProcess(config, sock).run()

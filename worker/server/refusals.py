@@ -1,0 +1,23 @@
+"""Options of OpenAI's protocol that both of its routes take, and refuse or check the same way."""
+
+from __future__ import annotations
+
+from contracts.errors import bad_request
+from worker.server.schemas import ResponseFormat, StreamOptions
+
+
+def refuse_unsupported_format(response_format: ResponseFormat | None) -> None:
+    if response_format is not None and response_format.type != "text":
+        raise bad_request(
+            f"response_format.type {response_format.type[:50]!r} is not supported yet; only 'text' is",
+            "response_format",
+        )
+
+
+def check_stream_options(options: StreamOptions | None, stream: bool) -> bool:
+    """Whether the usage chunk is wanted. ApiError 400 for stream options without a stream."""
+    if options is None:
+        return False
+    if not stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    return bool(options.include_usage)

@@ -1,0 +1,172 @@
+"""Request bodies, decoded and checked by msgspec: types here, bounds in SamplingParams.
+
+Unknown fields are ignored, null is as good as absent, a wrong type is a 400 with the field's path as `param`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from contracts.errors import bad_request
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 16384
+MAX_SALT = 256
+MAX_PRIORITY = 1_000_000
+
+Prompt = str | list[str | int | list[int]]
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """Fields that every generating route takes at its top level."""
+
+    model: str | None = None
+    model_name: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Templated(msgspec.Struct, kw_only=True):
+    """What becomes a prompt through the chat template."""
+
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: Prompt
+    logprobs: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class GenerateRequest(Sampling, kw_only=True):
+    prompt: str | list[int]
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    model_name: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    model_name: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    request_ids: list[str] | None = None
+
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def decode(body: bytes, type: type[T]) -> T:
+    """The request in `body`. ApiError 400: not JSON, or a field of the wrong type, named in `param`."""
+    try:
+        return msgspec.json.decode(body, type=type)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    except RecursionError:
+        raise bad_request("The request's body is nested too deeply.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _wrong_type(message: str) -> Exception:
+    found = _PATH.search(message)
+    path = found["path"].removesuffix("[...]") if found else ""
+    text = message[: found.start()] if found else message
+    missing = _MISSING.match(text)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return bad_request(f"{path} is missing.", path)
+    where = path or "The request's body"
+    return bad_request(f"{where} has the wrong type or value: {text}", path or None)

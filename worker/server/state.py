@@ -1,0 +1,141 @@
+"""ServerState: what the endpoints of one worker share."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from contracts.errors import ApiError, internal_error, model_not_found, unavailable
+from contracts.headers import DRAINING, REFUSED
+from worker.config import WorkerConfig
+from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput
+from worker.server.metrics import Metrics
+from worker.server.text_model import TextModel
+
+if TYPE_CHECKING:
+    from worker.server.generation import Generation
+
+
+class Engine(Protocol):
+    """What the server needs of `worker.ipc.client.EngineClient`."""
+
+    state: Literal["loading", "ready", "dead"]
+    info: EngineInfo | None
+    progress: Progress | None
+    stats: EngineStats
+    last_message: float
+    failure: str | None
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    async def call(self, operation: str) -> str: ...
+
+
+class Gate:
+    """Counts the requests inside; once draining, lets no more in. `with gate:` is one request's stay."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def check(self) -> None:
+        """ApiError 503 while draining: the header says that the request may safely go elsewhere."""
+        if self.draining:
+            raise unavailable(
+                "This worker is draining and takes no new requests.", DRAINING, headers={REFUSED: DRAINING}
+            )
+
+    def __enter__(self) -> None:
+        self.check()
+        self.inside += 1
+        self._empty.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.inside -= 1
+        if not self.inside:
+            self._empty.set()
+
+    async def wait_empty(self, timeout: float) -> bool:
+        """Whether everybody has left within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class ServerState:
+    """Configuration, engine, text side, metrics, and the requests in work of one worker.
+
+    `engine` and `text` are None until loading has got so far. `stopped`, once set, is the answer to whatever
+    has not reached the engine yet.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.engine: Engine | None = None
+        self.text: TextModel | None = None
+        self.metrics = Metrics(self)
+        self.gate = Gate()
+        self.stopped: ApiError | None = None
+        self.created = int(time.time())
+        self.generations: set[Generation] = set()
+        identity = f"{config.model}\n{config.dtype}\n{config.kv_cache_dtype}\n{config.rope_theta}"
+        self.fingerprint = "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self._busy_since = time.monotonic()
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 400 without a name, 404 for a name that isn't served here."""
+        if not name:
+            raise ApiError(400, "model is missing; GET /v1/models lists the models.", param="model")
+        if name not in self.config.model_names:
+            raise model_not_found(name)
+
+    def ready(self) -> tuple[Engine, EngineInfo, TextModel]:
+        """Engine, what it resolved, and the text side. ApiError 503 while loading, 500 with a dead engine."""
+        engine = self.engine
+        if self.stopped is not None:
+            raise self.stopped
+        if engine is not None and engine.state == "dead":
+            raise engine_dead()
+        if engine is None or engine.state != "ready" or engine.info is None or self.text is None:
+            raise unavailable(
+                "The model is still loading; GET /ready shows the progress.", "model_loading", retry_after=2
+            )
+        return engine, engine.info, self.text
+
+    def note_submission(self) -> None:
+        """Call before the engine gets work: an idle engine isn't stalled, however old its last step."""
+        if self.engine is not None and self.engine.in_flight == 0:
+            self._busy_since = time.monotonic()
+
+    def stalled_for(self) -> float:
+        """Seconds for which the engine has had work and taken no step; 0.0 when it has none."""
+        engine = self.engine
+        if engine is None or engine.state != "ready" or engine.in_flight == 0:
+            return 0.0
+        return time.monotonic() - max(engine.last_message, self._busy_since)
+
+
+def engine_dead() -> ApiError:
+    return internal_error(
+        "The engine of this worker has ended; the request was not completed. Try again.", "engine_dead"
+    )

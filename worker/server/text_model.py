@@ -1,0 +1,97 @@
+"""TextModel: tokenizer and chat template of the model served."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from contracts.errors import ApiError, bad_request
+from worker.config import WorkerConfig
+from worker.text.template import ChatTemplate, TemplateError
+from worker.text.tokenizer import Tokenizer
+from worker.weights.source import ModelSource
+
+_OFF_LOOP_CHARS = 8192  # longer texts take over a millisecond or so: tokenized on a thread
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt")
+
+
+@dataclass(slots=True)
+class TextModel:
+    """Text to prompts. Without a tokenizer (random weights) the model takes and gives token ids only."""
+
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None = None
+    longest_token: int = field(init=False)  # bytes of the longest vocabulary entry
+
+    def __post_init__(self) -> None:
+        tokenizer = self.tokenizer
+        lengths = (
+            [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)] if tokenizer else []
+        )
+        self.longest_token = max(lengths, default=1)
+
+    @classmethod
+    def load(cls, source: ModelSource, config: WorkerConfig) -> TextModel:
+        """Tokenizer and template as the options say. ValueError names the option or file at fault."""
+        tokenizer = Tokenizer.from_source(source, config.tokenizer)
+        if tokenizer is None:
+            return cls(None)
+        text = _read(config.chat_template) if config.chat_template else tokenizer.chat_template
+        template = ChatTemplate(text, tokenizer.bos_token, tokenizer.eos_token) if text else None
+        return cls(tokenizer, template)
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer; ApiError 400 naming `param` when the model has none."""
+        if self.tokenizer is None:
+            raise bad_request(
+                f"This model has no tokenizer, so {param} can't be used; send the prompt as token ids, "
+                "or start the worker with --tokenizer.",
+                param,
+            )
+        return self.tokenizer
+
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool, limit: int) -> list[int]:
+        """Token ids of `text`. ApiError 400 when it is so long that it must have more than `limit` tokens."""
+        tokenizer = self.need_tokenizer(param)
+        # A token covers at most so many bytes; the factor is for normalizers that shorten (NFC: 3 to 1).
+        fewest = len(text) // (4 * self.longest_token)
+        if fewest > limit:
+            raise context_too_long(f"at least {fewest}", limit, param)
+        if len(text) < _OFF_LOOP_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> str:
+        """The chat as one prompt. ApiError 400 when the template refuses it, or there is none."""
+        if self.template is None:
+            raise bad_request(
+                "This model has no chat template; use /v1/completions, or start the worker with "
+                "--chat-template FILE.",
+                "messages",
+            )
+        for name in _RESERVED:
+            if name in variables:
+                raise bad_request(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}")
+        try:
+            return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        except TemplateError as error:
+            raise bad_request(f"The messages don't fit the chat template: {error}", "messages") from error
+
+
+def context_too_long(tokens: str, limit: int, param: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {limit} tokens, but the prompt has {tokens}; shorten it.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: can't be read: {error}") from error
