@@ -1,0 +1,226 @@
+"""Serving on a CPU: N concurrent streams through the worker's HTTP server, beside transformers' batched
+generate.
+
+    python -m bench.cpu_serving --out bench/results/cpu_serving.json
+
+SmolLM2-135M-Instruct in float32, 2 threads, greedy, 64 new tokens a stream, the same prompts for both; three
+interleaved rounds, medians. Tokens per second are all streams' tokens over the time from the first request to
+the last token (for transformers: the whole `generate` call: sdpa attention, KV cache, left padding). Then the
+mixed workload, for the KV pool's waste.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench import machine, workload
+
+MODEL = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+TOPICS = [
+    "the sea", "bread", "rivers", "a clock", "snow", "the moon", "trees", "iron", "a violin", "tea", "horses", "maps",
+    "glass", "rain", "paper", "bridges",
+]  # fmt: skip
+BARS = {1: 1.8, 16: 2.0}
+NEW = 64
+
+
+def prompt(i: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Write one long paragraph about {TOPICS[i]}."}]
+
+
+@contextmanager
+def worker(threads: int) -> Iterator[httpx.AsyncClient]:
+    """A worker process on a Unix socket, ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/worker.sock"
+        command = [
+            sys.executable,
+            "-m",
+            "worker",
+            "--model",
+            str(MODEL),
+            "--served-model-name",
+            "m",
+            "--uds",
+            path,
+        ]
+        process = subprocess.Popen(
+            [*command, "--device", "cpu", "--threads", str(threads), "--disable-log-stats"]
+        )
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://worker") as probe:
+                for _ in range(600):
+                    time.sleep(0.1)
+                    try:
+                        if probe.get("/ready").status_code == 200:
+                            break
+                    except httpx.TransportError:
+                        continue
+                else:
+                    raise RuntimeError("the worker isn't ready after 60 s")
+            transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
+            yield httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=300)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+async def stream(client: httpx.AsyncClient, i: int) -> dict[str, float]:
+    """One streamed chat: seconds to the first and to the last token, and the number of tokens."""
+    started = time.perf_counter()
+    first = 0.0
+    usage: dict[str, int] = {}
+    body = {
+        "model": "m", "messages": prompt(i), "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                if not first and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                    first = time.perf_counter() - started
+                usage = chunk.get("usage") or usage
+    assert usage["completion_tokens"] == NEW
+    return {"first": first, "total": time.perf_counter() - started}
+
+
+async def ours(client: httpx.AsyncClient, streams: int) -> dict[str, float]:
+    await client.post("/admin/reset_prefix_cache")
+    started = time.perf_counter()
+    results = await asyncio.gather(*(stream(client, i) for i in range(streams)))
+    elapsed = time.perf_counter() - started
+    return {
+        "tokens_per_second": streams * NEW / elapsed,
+        "p50_seconds": statistics.median(r["total"] for r in results),
+        "first_token_p50_seconds": statistics.median(r["first"] for r in results),
+    }
+
+
+class Transformers:
+    """transformers' own generate on the same checkpoint."""
+
+    def __init__(self, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.set_num_threads(threads)
+        self.torch = torch
+        self.tokenizer = AutoTokenizer.from_pretrained(MODEL.parent, gguf_file=MODEL.name)
+        self.tokenizer.padding_side = "left"
+        self.model = AutoModelForCausalLM.from_pretrained(
+            MODEL.parent, gguf_file=MODEL.name, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+
+    def run(self, streams: int) -> float:
+        """Tokens per second over the whole call."""
+        texts = [
+            self.tokenizer.apply_chat_template(prompt(i), add_generation_prompt=True, tokenize=False)
+            for i in range(streams)
+        ]
+        inputs = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        started = time.perf_counter()
+        with self.torch.inference_mode():
+            output = self.model.generate(**inputs, min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)
+        elapsed = time.perf_counter() - started
+        assert output.shape[1] == inputs["input_ids"].shape[1] + NEW
+        return streams * NEW / elapsed
+
+
+def throughput(threads: int, rounds: int) -> list[dict[str, Any]]:
+    peer = Transformers(threads)
+    rows = []
+    with worker(threads) as client, asyncio.Runner() as runner:
+        runner.run(ours(client, 2))
+        peer.run(1)
+        for streams in (1, 8, 16):
+            mine, theirs = [], []
+            for _ in range(rounds):
+                mine.append(runner.run(ours(client, streams)))
+                theirs.append(peer.run(streams))
+            row: dict[str, Any] = {"streams": streams}
+            row |= {key: statistics.median(m[key] for m in mine) for key in mine[0]}
+            row["transformers_tokens_per_second"] = statistics.median(theirs)
+            row["ratio"] = row["tokens_per_second"] / row["transformers_tokens_per_second"]
+            row["bar"] = BARS.get(streams)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        runner.run(client.aclose())
+    return rows
+
+
+def pool_use(threads: int, requests: int) -> dict[str, float]:
+    """The mixed workload through a pool that can't hold all of it: waste, and use while somebody waits."""
+    from worker import LLM, SamplingParams
+    from worker.ipc.messages import EngineRequest
+
+    with LLM(
+        str(MODEL), device="cpu", threads=threads, kv_cache_memory_bytes="256MiB", max_num_seqs=64
+    ) as llm:
+        engine = llm._engine
+        for r in workload.mixed(requests, vocabulary=49_000):
+            params = SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)
+            assert engine.add(EngineRequest(str(r.id), r.prompt, params, 0)) is None
+        waste, full = [], []
+        started, tokens = time.perf_counter(), 0
+        while engine.has_work:
+            tokens += sum(len(output.token_ids) for output in engine.step())
+            stats = engine.stats()
+            slots = stats.pages_total * llm.info.page_size
+            waste.append((stats.slots_taken - stats.slots_filled) / slots)
+            if stats.waiting and stats.running < llm.info.max_num_seqs:
+                full.append(stats.pages_used / stats.pages_total)
+        return {
+            "requests": requests,
+            "tokens_per_second": tokens / (time.perf_counter() - started),
+            "preemptions": engine.stats().preemptions,
+            "waste_mean": statistics.mean(waste),
+            "waste_max": max(waste),
+            "pool_used_while_waiting_median": statistics.median(full) if full else 0.0,
+            "pool_used_while_waiting_p5": sorted(full)[len(full) // 20] if full else 0.0,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--mixed", type=int, default=100, help="requests of the mixed workload; 0: leave it out"
+    )
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": machine.describe(),
+        "gemm_gflop_s": machine.cpu_gemm_gflops(arguments.threads),
+    }
+    print(json.dumps(result), flush=True)
+    result["streams"] = throughput(arguments.threads, arguments.rounds)
+    if arguments.mixed:
+        result["mixed"] = pool_use(arguments.threads, arguments.mixed)
+        print(json.dumps(result["mixed"]), flush=True)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What machine a figure was made on, and its own ceilings, measured in the same run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def describe() -> dict[str, Any]:
+    """Versions, processor, card and the command, for a result file."""
+    import triton
+
+    info: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        info["gpu"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, {card.multi_processor_count} SMs"
+    return info
+
+
+def gpu_rates() -> dict[str, float]:
+    """Copy bandwidth (bytes read + written) in TB/s and the rate of an 8192³ bf16 product in TFLOP/s; random
+    data."""
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    copy = _median_ms(partial(target.copy_, source))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = _median_ms(partial(torch.mm, a, b))
+    return {"copy_tb_s": 2 * 4 * (1 << 30) / copy / 1e9, "matmul_tflop_s": 2 * 8192**3 / product / 1e9}
+
+
+def cpu_gemm_gflops(threads: int) -> float:
+    """float32 1024³ product in GFLOP/s with `threads` threads."""
+    import time
+
+    torch.set_num_threads(threads)
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 1024**3 / best / 1e9
+
+
+def _median_ms(run: Any, repeats: int = 20) -> float:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

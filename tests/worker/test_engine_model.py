@@ -1,0 +1,157 @@
+"""The whole engine with the real model: its greedy tokens are transformers', however they come about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worker import LLM, SamplingParams
+
+pytestmark = pytest.mark.model
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference_tokens: Path) -> list[dict[str, Any]]:
+    return json.loads(reference_tokens.read_text())["prompts"]
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model: Path) -> Iterator[LLM]:
+    with LLM(str(demo_model), kv_cache_memory_bytes="512MiB") as llm:
+        yield llm
+
+
+def check(llm: LLM, prompts: list[dict[str, Any]], params: SamplingParams = GREEDY) -> None:
+    results = llm.generate([p["prompt_ids"] for p in prompts], params)
+    for result, prompt in zip(results, prompts):
+        assert result.outputs[0].token_ids == prompt["greedy_ids"], prompt["name"]
+        assert result.outputs[0].finish_reason == "length"
+    assert llm.check_integrity() == ""
+
+
+def test_each_prompt_alone(llm: LLM, prompts: list[dict[str, Any]]):
+    llm.reset_prefix_cache()
+    for prompt in prompts:
+        check(llm, [prompt])
+
+
+def test_all_in_one_batch(llm: LLM, prompts: list[dict[str, Any]]):
+    llm.reset_prefix_cache()
+    check(llm, prompts)
+
+
+def test_on_a_prefix_hit(llm: LLM, prompts: list[dict[str, Any]]):
+    check(llm, prompts)
+    result = llm.generate(prompts[0]["prompt_ids"], GREEDY)[0]
+    full = (len(prompts[0]["prompt_ids"]) - 1) // llm.info.page_size * llm.info.page_size
+    assert result.cached_tokens == full > 0
+    check(llm, prompts)
+
+
+def test_with_chunks_of_16_tokens(demo_model: Path, prompts: list[dict[str, Any]]):
+    with LLM(
+        str(demo_model), max_num_batched_tokens=16, max_num_seqs=8, kv_cache_memory_bytes="256MiB"
+    ) as llm:
+        check(llm, prompts)
+
+
+def test_with_preemption_and_a_pool_full_of_nan(demo_model: Path, prompts: list[dict[str, Any]]):
+    longest = max(len(p["prompt_ids"]) for p in prompts) + 64
+    pages = 1 + 2 * -(-longest // 16)
+    with LLM(str(demo_model), num_gpu_blocks_override=pages) as llm:
+        llm._engine.runner.kv_cache.pool.fill_(torch.nan)
+        check(llm, prompts)
+        assert llm.stats.preemptions > 0
+
+
+def test_penalties_logprobs_and_seeds_survive_preemption(demo_model: Path, prompts: list[dict[str, Any]]):
+    longest = max(len(p["prompt_ids"]) for p in prompts) + 32
+    few = {"num_gpu_blocks_override": 1 + 2 * -(-longest // 16)}
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=32, ignore_eos=True, logprobs=2, presence_penalty=1.5,
+                       frequency_penalty=0.5, repetition_penalty=1.2, top_p=0.95)
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    results = []
+    for options in ({"kv_cache_memory_bytes": "256MiB"}, few):
+        with LLM(str(demo_model), **options) as llm:
+            results.append(llm.generate([p["prompt_ids"] for p in prompts], params))
+            assert (llm.stats.preemptions > 0) == (options is few)
+    for plenty, scarce in zip(*results):
+        assert plenty.outputs[0].token_ids == scarce.outputs[0].token_ids
+        for a, b in zip(plenty.outputs[0].logprobs or [], scarce.outputs[0].logprobs or [], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+def test_padding_never_reaches_a_page(llm: LLM, prompts: list[dict[str, Any]]):
+    """Pages that no sequence of the batch holds stay as they are, bit for bit."""
+    pool = llm._engine.runner.kv_cache.pool
+    llm.reset_prefix_cache()
+    llm.generate(prompts[0]["prompt_ids"], GREEDY)
+    scheduler = llm._engine.scheduler
+    held = scheduler.pool.find([])
+    assert held == []
+    free = scheduler.pool.allocate(scheduler.pool.capacity // 2) or []
+    before = pool[:, :, free[:64]].clone()
+    check(llm, prompts[:5])
+    assert torch.equal(pool[:, :, free[:64]].view(torch.int32), before.view(torch.int32))
+    scheduler.pool.release(free)
+
+
+def test_chat_says_something_sensible(llm: LLM):
+    result = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        SamplingParams(temperature=0, max_tokens=24),
+    )[0]
+    assert "Paris" in result.outputs[0].text
+    assert result.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_n_stop_and_logprobs(llm: LLM):
+    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=12, logprobs=1, stop=("\n",))
+    result = llm.generate("Once upon a time", params)[0]
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+    for output in result.outputs:
+        assert "\n" not in output.text
+        assert len(output.logprobs or []) == len(output.token_ids)
+    assert llm.generate("Once upon a time", params)[0] == result
+
+
+def test_hundreds_of_prompts_in_one_call(llm: LLM):
+    results = llm.generate(
+        [f"{i} plus one is" for i in range(300)], SamplingParams(temperature=0, max_tokens=2)
+    )
+    assert len(results) == 300
+    assert all(len(result.outputs[0].token_ids) == 2 for result in results)
+    assert llm.check_integrity() == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([1] * 9000, "max_model_len"),
+        ([49152], "token ids must be from 0"),
+        ([-1], "token ids"),
+    ],
+)
+def test_bad_prompts_are_refused_and_leave_nothing_behind(llm: LLM, prompt: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt, "fine"], GREEDY)
+    assert llm.stats.running == llm.stats.waiting == 0
+    assert llm.check_integrity() == ""
+
+
+def test_a_pool_too_small_for_the_length_asked_for_says_the_sum(demo_model: Path):
+    from worker.engine.config import EngineError
+
+    with pytest.raises(EngineError, match=r"kv_cache_memory_bytes 10.0 MiB.*max_model_len is 4096"):
+        LLM(str(demo_model), max_model_len=4096, kv_cache_memory_bytes="10MiB")
