@@ -43,9 +43,9 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     @property
-    def pending(self) -> int:
-        """Bytes of an unfinished character: 0 to 3."""
-        return len(self._utf8.getstate()[0])
+    def pending(self) -> bytes:
+        """The bytes of an unfinished character: 0 to 3."""
+        return self._utf8.getstate()[0]
 
     def finish(self) -> str:
         """What an unfinished character turns into when nothing follows: U+FFFD, or nothing."""

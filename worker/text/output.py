@@ -107,7 +107,7 @@ class _Decoded:
     text: str  # the characters it completed
     start: int  # characters decoded before it
     end: int  # characters that must be shown before it is
-    carried: int  # bytes of an unfinished character before it
+    carried: bytes  # of an unfinished character before it
 
 
 class _Ledger:
@@ -118,9 +118,9 @@ class _Ledger:
         self._count = 0
         self._decoded = 0
         self._shown = 0
-        self._carried = 0
+        self._carried = b""
 
-    def add(self, data: bytes, text: str, pending: int) -> None:
+    def add(self, data: bytes, text: str, pending: bytes) -> None:
         """The next token: its bytes, the text it completed, the bytes it left of an unfinished character."""
         start, self._decoded = self._decoded, self._decoded + len(text)
         end = self._decoded + (1 if pending else 0)
@@ -137,11 +137,20 @@ class _Ledger:
             released.append(TokenText(token.index, token.data, token.start))
         if last and self._tokens:
             cut = self._tokens[0]
-            data = cut.text[: max(0, self._shown - cut.start)].encode()[cut.carried :]
+            data = _bytes_of_start(cut, max(0, self._shown - cut.start))
             if data:
                 released.append(TokenText(cut.index, data, cut.start))
             self._tokens.clear()
         return released
+
+
+def _bytes_of_start(token: _Decoded, characters: int) -> bytes:
+    """The bytes of `token` that the first of its characters came from, where they may be no UTF-8 at all."""
+    wanted = token.text[:characters]
+    for length in range(len(token.data)):
+        if wanted and (token.carried + token.data[:length]).decode("utf-8", "replace") == wanted:
+            return token.data[:length]
+    return b""
 
 
 def token_logprob_bytes(
