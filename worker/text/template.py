@@ -23,6 +23,7 @@ MAX_PROMPT_CHARS: Final = 64 << 20
 MAX_RESULT: Final = MAX_PROMPT_CHARS  # what one operator may make: characters, items, bits
 MAX_RANGE_TOTAL: Final = 1_000_000  # numbers that all range() calls of one rendering may give together
 PART_SEPARATOR: Final = "\n"
+_TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class TemplateError(ValueError):
@@ -123,9 +124,9 @@ def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping):
-        for key in ("text", "refusal"):
-            if part.get("type", "text") in (key, f"input_{key}") and isinstance(part.get(key), str):
-                return str(part[key])
+        key = _TEXT_PARTS.get(part.get("type", "text"))
+        if key is not None and isinstance(part.get(key), str):
+            return str(part[key])
         raise TemplateError(f"{where}: this model reads parts of type text only, not {part.get('type')!r}")
     raise TemplateError(f"{where} must be an object with type and text")
 
