@@ -142,10 +142,9 @@ class Unit:
 
     async def stop(self, patience: float) -> None:
         """Ends the process: asks, waits `patience` seconds, kills."""
-        child, self._child = self._child, None
-        if child is not None and not child.exited.done():
+        if self._child is not None and not self._child.exited.done():
             self._set(state="stopping", phase="draining")
-            await child.stop(patience)
+            await self._child.stop(patience)
         self._set(state="stopped", phase="", pid=None, retry_at=None)
 
     def kill(self) -> None:

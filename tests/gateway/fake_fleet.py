@@ -39,6 +39,6 @@ class FakeCommands:
 
 
 if __name__ == "__main__":
-    supervisor.Commands = lambda *_: FakeCommands()  # type: ignore[assignment,misc]
-    supervisor.Timing = lambda **_: FAST  # type: ignore[assignment,misc]
+    setattr(supervisor, "Commands", lambda *_: FakeCommands())  # noqa: B010
+    setattr(supervisor, "Timing", lambda **_: FAST)  # noqa: B010
     main(prog_name="pagefleet")

@@ -1,0 +1,302 @@
+"""The supervisor over real processes that misbehave in chosen ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.config import FleetFile, load_fleet
+from gateway.fleet.errors import Conflict, InvalidFleet
+from gateway.fleet.reaper import marked, read_records
+from gateway.fleet.restart import RestartPolicy
+from gateway.fleet.state import read_routes
+from gateway.fleet.statedir import StateDir
+from gateway.fleet.supervisor import Supervisor
+from gateway.fleet.unit import Timing, UnitStatus
+from tests.gateway.fake_fleet import FAST, FakeCommands
+
+FAKE_FLEET = [sys.executable, str(Path(__file__).with_name("fake_fleet.py"))]
+PATIENCE = 20.0  # the machine may be busy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def fleet_file(tmp_path: Path, *models: str, state_dir: Path | None = None, worker: str = "{}") -> Path:
+    path = tmp_path / "fleet.yaml"
+    lines = ["gateway: {port: 0}", f"supervisor: {{state_dir: {state_dir or tmp_path / 'state'}}}", "models:"]
+    lines += [f"  - {{name: {model}, source: o/n, worker: {worker}}}" for model in models]
+    path.write_text("\n".join(lines))
+    return path
+
+
+class Running:
+    """A supervisor in this process, and every status it reported."""
+
+    def __init__(self, fleet: FleetFile, timing: Timing, commands: FakeCommands) -> None:
+        self.history: list[UnitStatus] = []
+        self.supervisor = Supervisor(fleet, commands=commands, timing=timing, on_change=self.history.append)
+        self.state = StateDir(fleet.supervisor.state_dir)
+        self.instance = ""
+
+    def unit(self, slot: str) -> UnitStatus:
+        return next(unit for unit in self.supervisor.statuses if unit.slot == slot)
+
+    def target(self, model: str) -> tuple[str, int]:
+        target = read_routes(self.state.routes).models[model].targets[0]
+        return target.state, target.generation
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def until_state(self, slot: str, state: str, generation: int = 1) -> None:
+        await self.until(lambda: (self.unit(slot).state, self.unit(slot).generation) == (state, generation))
+
+
+@contextlib.asynccontextmanager
+async def running(
+    path: Path, timing: Timing = FAST, commands: FakeCommands | None = None
+) -> AsyncIterator[Running]:
+    fleet = Running(load_fleet(path), timing, commands or FakeCommands())
+    with fleet.supervisor.open():
+        task = asyncio.create_task(fleet.supervisor.run())
+        try:
+            await fleet.until(lambda: task.done() or fleet.state.records.exists())
+            records = read_records(fleet.state.records)
+            fleet.instance = records.instance if records else ""
+            yield fleet
+        finally:
+            fleet.supervisor.request_stop()
+            fleet.code = await task
+    assert marked(fleet.instance) == []
+    assert not fleet.state.records.exists()
+    assert not list(fleet.state.sockets.glob("*.sock"))
+
+
+async def test_comes_up_and_publishes_routes(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok", "slow")) as fleet:
+        for slot in ("gateway", "ok-0", "slow-0"):
+            await fleet.until_state(slot, "ready")
+        routes = read_routes(fleet.state.routes)
+        assert set(routes.models) == {"ok", "slow"}
+        (target,) = routes.models["ok"].targets
+        assert (target.slot, target.generation, target.state) == ("ok-0", 1, "ready")
+        assert target.address == f"unix:{fleet.state.sockets}/ok-0.1.sock"
+        phases = [status.phase for status in fleet.history if status.slot == "slow-0"]
+        assert phases[0] == ""
+        assert "loading weights" in phases
+        assert stat.S_IMODE(fleet.state.admin_socket.stat().st_mode) == 0o600
+        transport = httpx.AsyncHTTPTransport(uds=str(fleet.state.admin_socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+            body = (await client.get("/status")).json()
+            assert [unit["state"] for unit in body["units"]] == ["ready"] * 3
+            assert body["supervisor"] == os.getpid()
+            epoch = body["epoch"]
+    assert fleet.code == 0
+    after = read_routes(fleet.state.routes)
+    assert after.epoch > epoch
+    assert {t.state for routes in after.models.values() for t in routes.targets} == {"down"}
+    async with running(fleet_file(tmp_path, "ok")) as again:
+        await again.until_state("ok-0", "ready")
+        assert read_routes(again.state.routes).epoch > after.epoch
+
+
+async def test_a_killed_worker_is_taken_off_at_once_and_comes_back(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok", "slow")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        await fleet.until_state("slow-0", "ready")
+        mark = f"{fleet.instance}/ok-0.1"
+        assert len(marked(mark)) == 2  # the worker, and its engine in a session of its own
+        before = len(fleet.history)
+        os.kill(fleet.unit("ok-0").pid or 0, signal.SIGKILL)
+        await fleet.until(lambda: fleet.target("ok")[0] == "down")
+        assert marked(mark) == []
+        await fleet.until_state("ok-0", "ready", generation=2)
+        assert fleet.target("ok") == ("ready", 2)
+        assert fleet.unit("ok-0").restarts == 1
+        assert {status.slot for status in fleet.history[before:]} == {"ok-0"}
+        crash = next(status for status in fleet.history[before:] if status.state == "backoff")
+        assert "SIGKILL" in (crash.error or "")
+
+
+async def test_five_crashes_and_it_stays_down(tmp_path: Path) -> None:
+    timing = dataclasses.replace(FAST, policy=lambda: RestartPolicy(first=0.01))
+    async with running(fleet_file(tmp_path, "crash", "ok"), timing) as fleet:
+        await fleet.until_state("crash-0", "failed", generation=5)
+        await fleet.until_state("ok-0", "ready")
+        assert fleet.target("crash") == ("down", 5)
+        assert fleet.unit("crash-0").error == "exited with code 1"
+        await asyncio.sleep(0.3)
+        assert fleet.unit("crash-0").generation == 5
+    assert fleet.code == 0
+
+
+async def test_a_bad_configuration_fails_at_once_with_its_last_words(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "bad-configuration", "ok")) as fleet:
+        await fleet.until_state("bad-configuration-0", "failed")
+        await fleet.until_state("ok-0", "ready")
+        unit = fleet.unit("bad-configuration-0")
+        assert unit.log_tail[-1] == "--max-model-len: must be at most 2048"
+        assert unit.restarts == 0
+
+
+async def test_a_start_may_be_long_but_not_stand_still(tmp_path: Path) -> None:
+    timing = dataclasses.replace(FAST, start_stall=1.2)
+    async with running(fleet_file(tmp_path, "slow", "stall"), timing) as fleet:
+        await fleet.until_state("slow-0", "ready")  # takes 1.5 s, always moving
+        await fleet.until(lambda: fleet.unit("stall-0").error is not None)
+        assert fleet.unit("stall-0").error == "no progress for 1.2 s in phase 'loading weights'"
+        assert fleet.unit("slow-0").restarts == 0
+        assert marked(f"{fleet.instance}/stall-0.1") == []
+
+
+async def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "sick")) as fleet:
+        await fleet.until_state("sick-0", "ready", generation=2)
+        errors = [status.error for status in fleet.history if status.state == "backoff"]
+        assert "made no progress" in (errors[0] or "")
+
+
+async def test_somebody_else_on_the_socket_is_not_taken_for_the_worker(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "impostor")) as fleet:
+        await fleet.until(lambda: fleet.unit("impostor-0").error is not None)
+        assert fleet.unit("impostor-0").error == "impostor-0.99 answers on the socket of impostor-0.1"
+        assert "ready" not in {status.state for status in fleet.history if status.slot == "impostor-0"}
+
+
+async def test_one_start_per_gpu_at_a_time(tmp_path: Path) -> None:
+    path = fleet_file(tmp_path, "slow", "ok", worker="{device: cuda, gpus: [0]}")
+    async with running(path) as fleet:
+        await fleet.until_state("slow-0", "ready")
+        await fleet.until_state("ok-0", "ready")
+        starting: set[str] = set()
+        for status in fleet.history:
+            if status.role == "worker" and status.state == "starting":
+                starting.add(status.slot)
+            else:
+                starting.discard(status.slot)
+            assert len(starting) <= 1
+
+
+async def test_what_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
+    timing = dataclasses.replace(FAST, drain=0.5)
+    async with running(fleet_file(tmp_path, "stubborn"), timing) as fleet:
+        await fleet.until_state("stubborn-0", "ready")
+    assert fleet.code == 0
+
+
+async def test_a_second_request_to_stop_does_not_wait(tmp_path: Path) -> None:
+    timing = dataclasses.replace(FAST, drain=300.0)
+    async with running(fleet_file(tmp_path, "stubborn"), timing) as fleet:
+        await fleet.until_state("stubborn-0", "ready")
+        fleet.supervisor.request_stop()
+        await fleet.until_state("stubborn-0", "stopping")
+    assert fleet.code == 0
+
+
+async def test_stop_while_starting(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "stall")) as fleet:
+        await fleet.until_state("stall-0", "starting")
+    assert fleet.code == 0
+
+
+@pytest.mark.parametrize(
+    ("models", "gateway"), [(["bad-configuration"], "ok"), (["ok"], "bad-configuration")]
+)
+async def test_a_fleet_that_can_serve_nothing_ends(tmp_path: Path, models: list[str], gateway: str) -> None:
+    path = fleet_file(tmp_path, *models)
+    fleet = Running(load_fleet(path), FAST, FakeCommands(gateway))
+    with fleet.supervisor.open():
+        async with asyncio.timeout(PATIENCE):
+            assert await fleet.supervisor.run() == 1
+
+
+async def test_a_second_fleet_in_the_same_directory_is_a_conflict(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        other = Supervisor(load_fleet(fleet_file(tmp_path, "ok")))
+        with pytest.raises(Conflict, match=f"process {os.getpid()}"), other.open():
+            pass
+        await fleet.until_state("ok-0", "ready")
+
+
+def test_a_port_in_use_names_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fleet_file(tmp_path, "ok")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        monkeypatch.setenv("PAGEFLEET_GATEWAY__PORT", str(port))
+        supervisor = Supervisor(load_fleet(path))
+        with pytest.raises(InvalidFleet, match=f"port {port} .* in use by process {os.getpid()}"):
+            with supervisor.open():
+                pass
+    with supervisor.open():  # the failure has released everything
+        assert supervisor.url == f"http://127.0.0.1:{port}"
+
+
+def test_an_unusable_state_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    supervisor = Supervisor(load_fleet(fleet_file(tmp_path, "ok", state_dir=tmp_path / "file" / "state")))
+    with pytest.raises(InvalidFleet, match=r"file/state can't be used: Not a directory"), supervisor.open():
+        pass
+
+
+async def test_a_path_too_long_for_sockets_has_them_elsewhere(tmp_path: Path) -> None:
+    path = fleet_file(tmp_path, "ok", state_dir=tmp_path / ("long" * 25))
+    async with running(path) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        sockets = fleet.state.sockets
+        assert sockets != fleet.state.run
+        assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+        assert (sockets / "ok-0.1.sock").is_socket()
+        assert fleet.state.admin_socket.is_socket()
+    assert not sockets.exists()
+
+
+def start(path: Path) -> tuple[subprocess.Popen[str], str]:
+    """A supervisor in a process of its own, once it is up; and its instance."""
+    process = subprocess.Popen([*FAKE_FLEET, "up", str(path), "--json"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == "up":
+            break
+    records = read_records(StateDir(path.parent / "state").records)
+    assert records is not None
+    return process, records.instance
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    path = fleet_file(tmp_path, "ok", "stubborn")
+    process, instance = start(path)
+    assert len(marked(instance)) == 5
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 5
+    while marked(instance):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process, _ = start(path)  # what it left in files doesn't disturb
+    process.terminate()
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+
+
+def test_a_terminated_supervisor_leaves_nothing_and_ends_well(tmp_path: Path) -> None:
+    process, instance = start(fleet_file(tmp_path, "ok"))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert marked(instance) == []
