@@ -32,8 +32,8 @@ from bench import machine, workload
 
 MODEL = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOPICS = [
-    "the sea", "bread", "rivers", "a clock", "snow", "the moon", "trees", "iron", "a violin", "tea", "horses", "maps",
-    "glass", "rain", "paper", "bridges",
+    "the sea", "bread", "rivers", "a clock", "snow", "the moon", "trees", "iron",
+    "a violin", "tea", "horses", "maps", "glass", "rain", "paper", "bridges",
 ]  # fmt: skip
 BARS = {1: 1.8, 16: 2.0}
 NEW = 64
@@ -86,8 +86,8 @@ async def stream(client: httpx.AsyncClient, i: int) -> dict[str, float]:
     first = 0.0
     usage: dict[str, int] = {}
     body = {
-        "model": "m", "messages": prompt(i), "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True},
+        "model": "m", "messages": prompt(i), "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()

@@ -138,10 +138,8 @@ def main() -> None:
 
     def say(row: Row) -> None:
         result["rows"].append(row)
-        print(
-            f"{row['row']:34} {row['ours']:9.2f} {row['unit']:6} vLLM {row['vllm']:8.2f}  bar {row['bar']:8.2f}",
-            flush=True,
-        )
+        figures = f"{row['ours']:9.2f} {row['unit']:6} vLLM {row['vllm']:8.2f}  bar {row['bar']:8.2f}"
+        print(f"{row['row']:34} {figures}", flush=True)
 
     measure(llm._engine, set(arguments.rows.split(",")), say)
     assert llm.check_integrity() == ""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+NULL_PAGE = 0  # never read, never written: where padding rows point
+
 
 @dataclass(slots=True)
 class AttentionBatch:

@@ -74,10 +74,19 @@ def test_penalties_logprobs_and_seeds_survive_preemption(demo_model: Path, promp
     longest = max(len(p["prompt_ids"]) for p in prompts) + 32
     few = {"num_gpu_blocks_override": 1 + 2 * -(-longest // 16)}
     params = [
-        SamplingParams(temperature=0.9, seed=i, max_tokens=32, ignore_eos=True, logprobs=2, presence_penalty=1.5,
-                       frequency_penalty=0.5, repetition_penalty=1.2, top_p=0.95)
+        SamplingParams(
+            temperature=0.9,
+            seed=i,
+            max_tokens=32,
+            ignore_eos=True,
+            logprobs=2,
+            top_p=0.95,
+            presence_penalty=1.5,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+        )
         for i in range(len(prompts))
-    ]  # fmt: skip
+    ]
     results = []
     for options in ({"kv_cache_memory_bytes": "256MiB"}, few):
         with LLM(str(demo_model), **options) as llm:

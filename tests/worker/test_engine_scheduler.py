@@ -9,10 +9,10 @@ from collections import deque
 import pytest
 
 from worker.engine.blocks import PagePool
-from worker.engine.request import AGEING, Request
-from worker.engine.scheduler import Scheduler, SchedulerConfig, Step
+from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import EngineRequest
 from worker.params import SamplingParams
+from worker.request import AGEING, Request, Step
 
 PAGE = 4
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from worker.engine.request import Request
 from worker.ipc.messages import EngineRequest
 from worker.params import SamplingParams
+from worker.request import Request
 from worker.runner.sampler import NOT_FINITE, Sampler, _threshold, uniform
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-NULL_PAGE = 0
+from kernels.batch import NULL_PAGE
 
 
 def root_hash(salt: str = "", adapter: str = "") -> bytes:

@@ -31,6 +31,7 @@ class EngineConfig:
     page_size: int
     prefix_cache: bool
     chunked_prefill: bool
+    enforce_eager: bool
     vocab_limit: int
     eos_token_ids: frozenset[int]
     threads: int
@@ -80,6 +81,7 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
         page_size=options.block_size,
         prefix_cache=options.enable_prefix_caching,
         chunked_prefill=options.enable_chunked_prefill,
+        enforce_eager=options.enforce_eager,
         vocab_limit=min(vocab_limit or model.vocab_size, model.vocab_size),
         eos_token_ids=frozenset(source.generation.get("eos_token_ids", model.eos_token_ids)),
         threads=options.threads or len(os.sched_getaffinity(0)),

@@ -12,9 +12,9 @@ from contracts.units import format_bytes
 from worker.engine.blocks import PagePool
 from worker.engine.budget import plan_pages
 from worker.engine.config import EngineConfig
-from worker.engine.request import Request
-from worker.engine.scheduler import Row, Scheduler, SchedulerConfig
+from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput, TokenLogprob
+from worker.request import Request, Row
 from worker.runner.kv_cache import KvCache
 from worker.runner.sampler import NOT_FINITE
 from worker.runner.step import Launched, Runner, activation_bytes, dry_run
@@ -60,15 +60,24 @@ class Engine:
         def largest_step() -> None:
             scratch = KvCache(config.source.config, 2, config.page_size, config.kv_dtype, config.device)
             tokens = min(config.max_num_batched_tokens, config.max_model_len)
-            dry_run(model, config, scratch, [(1, tokens)])
+            dry_run(model, scratch, [(1, tokens)])
 
         activations = activation_bytes(largest_step, config.device)
         budget = plan_pages(config, weight_bytes, activations)
         kv_cache = KvCache(
             config.source.config, budget.num_pages, config.page_size, config.kv_dtype, config.device
         )
+        runner = Runner(
+            model,
+            kv_cache,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=budget.max_model_len,
+            vocab_limit=config.vocab_limit,
+            graphs=config.device.type == "cuda" and not config.enforce_eager,
+        )
         on_progress(Progress("warm_up", 0, 1))
-        dry_run(model, config, kv_cache, [(1, 1), (2, 1), (1, min(32, config.max_model_len))])
+        dry_run(model, kv_cache, [(1, 1), (2, 1), (1, min(32, config.max_model_len))])
+        runner.capture(lambda done, total: on_progress(Progress("graphs", done, total)))
         info = EngineInfo(
             max_model_len=budget.max_model_len,
             page_size=config.page_size,
@@ -84,7 +93,7 @@ class Engine:
         )
         pool = PagePool(budget.num_pages, config.page_size, prefix_cache=config.prefix_cache)
         limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, config.chunked_prefill)
-        return cls(config, Runner(model, config, kv_cache), Scheduler(limits, pool), info)
+        return cls(config, runner, Scheduler(limits, pool), info)
 
     @property
     def has_work(self) -> bool:

@@ -11,34 +11,11 @@ again before the last step's tokens are known; see Request.pending.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from worker.engine.blocks import PagePool
-from worker.engine.request import Request
+from worker.engine.blocks import PagePool, page_hash, root_hash
 from worker.ipc.messages import FinishReason
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence's part of a step: tokens [start, start + count); `sample` when a new token follows from
-    it."""
-
-    request: Request
-    start: int
-    count: int
-    sample: bool
-    decode: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """Rows of one step, decoding sequences first."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+from worker.request import Request, Row, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +199,16 @@ class Scheduler:
         if not self.pool.prefix_cache:
             return []
         full = (request.length - 1) // self.pool.page_size
-        return self.pool.find(request.page_hashes(full, self.pool.page_size))
+        return self.pool.find(self._hashes(request, full))
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """Hashes of the first `count` pages, which are full of known tokens."""
+        size, hashes = self.pool.page_size, request.hashes
+        while len(hashes) < count:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            hashes.append(page_hash(parent, request.tokens[start : start + size]))
+        return hashes[:count]
 
     def _preempt(self, request: Request) -> None:
         """Back to waiting; what it computed is lost, except for pages that the prefix cache keeps until they
@@ -247,7 +233,7 @@ class Scheduler:
         size = self.pool.page_size
         full = min(request.computed, len(request.tokens)) // size
         if full > request.published:
-            hashes = request.page_hashes(full, size)
+            hashes = self._hashes(request, full)
             for i in range(request.published, full):
                 self.pool.publish(request.pages[i], hashes[i])
             request.published = full

@@ -91,7 +91,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """While loading: `phase` is "weights", "kv_cache" or "warm_up"; done of total in the phase's own unit."""
+    """While loading: `phase` is "import", "weights", "kv_cache", "warm_up" or "graphs"; done of total in the
+    phase's own unit."""
 
     phase: str
     done: int

@@ -9,93 +9,56 @@ import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch
-from worker.engine.request import Request
-from worker.engine.scheduler import Step
+from worker.request import Request, Step
+
+UNREAD = -1  # in place of a token id: sampled on the device, not read back yet
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """What the model reads: token ids [T], the layout, and which rows [R] the sampler needs, with their
-    requests."""
+class HostStep:
+    """A step as host arrays, before anything is copied. T tokens, decoding sequences first.
 
-    token_ids: Tensor
-    attention: AttentionBatch
-    sample_rows: Tensor
+    rows [T]: the batch row of each token. tokens [T]: ids, or UNREAD. positions [T].
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    lengths: np.ndarray  # [B] tokens of each sequence, the step's included
+    starts: np.ndarray  # [B + 1] first token of each sequence
+    num_decodes: int
+    sample_rows: np.ndarray  # [R] tokens after which one is sampled
     sampled: list[Request]
-    fresh: list[Request]  # requests that just got their row of the batch state
+    fresh: list[Request]  # requests that just got their row
+
+    @property
+    def decode_only(self) -> bool:
+        """Every sequence has one token: such a step can run as a CUDA graph."""
+        return self.num_decodes == len(self.tokens)
 
 
-class BatchBuilder:
-    """Keeps the block table of every row of the batch, so that a step copies only what changed.
+class BatchState:
+    """What the device keeps for each row of the batch: its block table and the token sampled last.
 
-    A row belongs to one running request (Request.row). Positions count from 0.
+    A row belongs to one running request (Request.row). One more row than the batch has, always empty, stands
+    in for padding.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+        width = -(-max_model_len // page_size)
         self.page_size = page_size
-        self.device = device
-        self._tables = np.zeros((max_num_seqs, -(-max_model_len // page_size)), dtype=np.int32)
+        self.padding_row = max_num_seqs
+        self.tables = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._pages: list[list[int] | None] = [
             None
         ] * max_num_seqs  # the very list that the row's table shows
         self._shown = [0] * max_num_seqs
+        self._cells: list[int] = []  # changed cells of the tables ...
+        self._values: list[int] = []  # ... and the pages that go there
 
-    def build(self, step: Step, last_tokens: Tensor) -> StepInputs:
-        """Tensors of a step. `last_tokens` [max_num_seqs] holds, on the device, what was sampled for each row
-        last."""
-        rows = step.rows
-        count = len(rows)
-        total = step.num_tokens
-        tokens: list[int] = []
-        positions = np.empty(total, dtype=np.int64)
-        lengths = np.empty(count, dtype=np.int32)
-        starts = np.zeros(count + 1, dtype=np.int32)
-        batch_rows = np.empty(count, dtype=np.int64)
-        owner = np.empty(total, dtype=np.int64)
-        fresh: list[Request] = []
-        unread: list[tuple[int, int]] = []  # (token's place, batch row): sampled, not read back yet
-        at = 0
-        for i, row in enumerate(rows):
-            request, end = row.request, row.start + row.count
-            if self._sync_table(request):
-                fresh.append(request)
-            tokens += request.tokens[row.start : end]
-            if len(tokens) < at + row.count:
-                unread.append((at + row.count - 1, request.row))
-                tokens.append(0)
-            positions[at : at + row.count] = np.arange(row.start, end)
-            owner[at : at + row.count] = i
-            at += row.count
-            starts[i + 1] = at
-            lengths[i] = end
-            batch_rows[i] = request.row
-        widest = int(lengths.max())
-        tables = self._tables[batch_rows, : -(-widest // self.page_size)]
-        slots = (
-            tables[owner, positions // self.page_size].astype(np.int64) * self.page_size
-            + positions % self.page_size
-        )
-        decodes = sum(row.decode for row in rows)
-        sampled = [row.request for row in rows if row.sample]
-        ends = starts[1:][[row.sample for row in rows]].astype(np.int64) - 1
-        token_ids = self._put(np.array(tokens, dtype=np.int64))
-        if unread:
-            places, unread_rows = (torch.tensor(x, device=self.device) for x in zip(*unread))
-            token_ids[places] = last_tokens[unread_rows]
-        attention = AttentionBatch(
-            positions=self._put(positions),
-            slots=self._put(slots),
-            block_tables=self._put(tables),
-            seq_lens=self._put(lengths),
-            query_starts=self._put(starts),
-            num_decodes=decodes,
-            max_query_len=max(row.count for row in rows),
-            max_seq_len=widest,
-        )
-        return StepInputs(token_ids, attention, self._put(ends), sampled, fresh)
-
-    def _sync_table(self, request: Request) -> bool:
-        """Bring the row's block table up to date; True when the row is new to the request."""
+    def sync(self, request: Request) -> bool:
+        """Note what changed in the request's block table; True when the row is new to the request."""
         row, pages = request.row, request.pages
         new = self._pages[row] is not pages
         if new:
@@ -103,12 +66,102 @@ class BatchBuilder:
             self._shown[row] = 0
         shown = self._shown[row]
         if shown < len(pages):
-            self._tables[row, shown : len(pages)] = pages[shown:]
+            first = row * self.tables.shape[1]
+            self._cells += range(first + shown, first + len(pages))
+            self._values += pages[shown:]
             self._shown[row] = len(pages)
         return new
 
-    def _put(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(values)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+    def flush(self) -> None:
+        """Write the noted changes to the device."""
+        if self._cells:
+            values = torch.tensor(self._values, dtype=torch.int32)
+            cells = torch.tensor(self._cells)
+            self.tables.view(-1)[to_device(cells, self.tables.device)] = to_device(values, self.tables.device)
+            self._cells, self._values = [], []
+
+    def tokens(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Token ids with those filled in that only the device knows."""
+        return torch.where(tokens == UNREAD, self.last_tokens[rows], tokens)
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Cache slot [T] of the token at each position [T] of the sequence in each row [T]."""
+        cells = rows * self.tables.shape[1] + positions // self.page_size
+        return self.tables.view(-1)[cells].long() * self.page_size + positions % self.page_size
+
+
+def host_step(step: Step, state: BatchState) -> HostStep:
+    """Lay a step out on the host, and bring the block tables up to date."""
+    count, total = len(step.rows), step.num_tokens
+    tokens: list[int] = []
+    rows = np.empty(total, dtype=np.int64)
+    positions = np.empty(total, dtype=np.int64)
+    lengths = np.empty(count, dtype=np.int32)
+    starts = np.zeros(count + 1, dtype=np.int32)
+    sample_rows: list[int] = []
+    sampled: list[Request] = []
+    fresh: list[Request] = []
+    at = 0
+    for i, row in enumerate(step.rows):
+        request, end = row.request, row.start + row.count
+        if state.sync(request):
+            fresh.append(request)
+        tokens += request.tokens[row.start : end]
+        if len(tokens) < at + row.count:
+            tokens.append(UNREAD)
+        if row.count == 1:
+            positions[at] = row.start
+            rows[at] = request.row
+        else:
+            positions[at : at + row.count] = np.arange(row.start, end)
+            rows[at : at + row.count] = request.row
+        at += row.count
+        starts[i + 1] = at
+        lengths[i] = end
+        if row.sample:
+            sample_rows.append(at - 1)
+            sampled.append(request)
+    state.flush()
+    decodes = sum(row.decode for row in step.rows)
+    return HostStep(
+        rows,
+        np.array(tokens, dtype=np.int64),
+        positions,
+        lengths,
+        starts,
+        decodes,
+        np.array(sample_rows, dtype=np.int64),
+        sampled,
+        fresh,
+    )
+
+
+def device_step(host: HostStep, state: BatchState) -> tuple[Tensor, AttentionBatch]:
+    """Token ids [T] and the layout of a step, on the device."""
+    device = state.tables.device
+    rows = to_device(torch.from_numpy(host.rows), device)
+    positions = to_device(torch.from_numpy(host.positions), device)
+    tokens = to_device(torch.from_numpy(host.tokens), device)
+    widest = int(host.lengths.max())
+    width = -(-widest // state.page_size)
+    firsts = to_device(torch.from_numpy(host.rows[host.starts[:-1]]), device)
+    batch = AttentionBatch(
+        positions=positions,
+        slots=state.slots(rows, positions),
+        block_tables=state.tables[:, :width][firsts],
+        seq_lens=to_device(torch.from_numpy(host.lengths), device),
+        query_starts=to_device(torch.from_numpy(host.starts), device),
+        num_decodes=host.num_decodes,
+        max_query_len=int(np.diff(host.starts).max()),
+        max_seq_len=widest,
+    )
+    if UNREAD in host.tokens:
+        tokens = state.tokens(rows, tokens)
+    return tokens, batch
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor without waiting for the device."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

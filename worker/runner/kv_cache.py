@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.batch import NULL_PAGE
 from worker.model.config import ModelConfig
 
 
@@ -19,6 +20,7 @@ class KvCache:
     ) -> None:
         shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
         self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.pool[:, :, NULL_PAGE] = 0  # padding rows read it: keep their values finite
         self.num_pages = num_pages
         self.page_size = page_size
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.pool]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.engine.request import Request
 from worker.ipc.messages import TokenLogprob
 from worker.params import SamplingParams
+from worker.request import Request
 
 _M64 = (1 << 64) - 1
 _FIRST_GUESS = 256  # likeliest tokens looked at before sorting a whole vocabulary for top-p
@@ -31,39 +31,51 @@ def uniform(seed: int, position: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
-@dataclass(slots=True)
 class Sampled:
-    """One step's tokens [R] on the device, and what was asked about them. `read` waits for the device."""
+    """One step's tokens [R] on the device, and what was asked about them, on their way to the host.
 
-    tokens: Tensor
-    logprobs: _Logprobs | None
+    The copies are queued at once: reading later waits for this step only, not for one launched since.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: _Logprobs | None) -> None:
+        self.tokens = tokens
+        self._logprobs = logprobs
+        columns = [tokens, *(logprobs.columns if logprobs is not None else ())]
+        self._host = [to_host(column) for column in columns]
+        self._copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
-        tokens: list[int] = self.tokens.tolist()
+        """Tokens, and log-probabilities where they were asked for. Waits for the step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, *columns = (column.tolist() for column in self._host)
         entries: list[TokenLogprob | None] = [None] * len(tokens)
-        if self.logprobs is not None:
-            for place, entry in self.logprobs.read():
-                entries[place] = entry
+        if self._logprobs is not None:
+            for place, count, *values in zip(self._logprobs.places, self._logprobs.counts, *columns):
+                token, chosen, rank, top_ids, top_values = values
+                top = list(zip(top_ids[:count], top_values[:count]))
+                entries[place] = TokenLogprob(token, chosen, rank, top)
         return tokens, entries
 
 
 @dataclass(slots=True)
 class _Logprobs:
+    """For the rows at `places`: `counts` alternatives asked for; columns token, log-probability, rank, top
+    ids, top log-probabilities."""
+
     places: list[int]
     counts: list[int]
-    tokens: Tensor
-    chosen: Tensor
-    ranks: Tensor
-    top_values: Tensor
-    top_ids: Tensor
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-    def read(self) -> list[tuple[int, TokenLogprob]]:
-        columns = (self.tokens, self.chosen, self.ranks, self.top_ids, self.top_values)
-        rows = zip(self.places, self.counts, *(column.tolist() for column in columns))
-        return [
-            (place, TokenLogprob(token, chosen, rank, list(zip(ids[:count], values[:count]))))
-            for place, count, token, chosen, rank, ids, values in rows
-        ]
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Queue a copy to the host; on a CPU the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _uses_penalties(params: SamplingParams) -> bool:
@@ -220,7 +232,7 @@ class Sampler:
         chosen = raw.gather(1, taken[:, None])
         ranks = (raw > chosen).sum(dim=-1) + 1
         values, ids = raw.topk(max(1, max(counts)), dim=-1)
-        return _Logprobs(places, counts, taken, chosen.squeeze(1), ranks, values, ids)
+        return _Logprobs(places, counts, (taken, chosen.squeeze(1), ranks, ids, values))
 
 
 def _threshold(values: Tensor, top_k: Tensor, top_p: Tensor, *, complete: bool) -> tuple[Tensor, Tensor]:

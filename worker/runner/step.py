@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kernels.batch import AttentionBatch
-from worker.engine.config import EngineConfig
-from worker.engine.scheduler import Step
 from worker.ipc.messages import TokenLogprob
 from worker.model.layers import CausalLM
-from worker.runner.batch import BatchBuilder
+from worker.request import Step
+from worker.runner.batch import BatchState, HostStep, device_step, host_step, to_device
+from worker.runner.graphs import DecodeGraphs, graph_sizes
 from worker.runner.kv_cache import KvCache
 from worker.runner.sampler import Sampled, Sampler
 
@@ -32,48 +33,71 @@ class Launched:
 class Runner:
     """Model, KV cache and sampler on one device."""
 
-    def __init__(self, model: CausalLM, config: EngineConfig, kv_cache: KvCache) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KvCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_limit: int,
+        graphs: bool,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self._builder = BatchBuilder(
-            config.max_num_seqs, config.max_model_len, config.page_size, config.device
-        )
-        vocab = config.source.config.vocab_size
-        self._sampler = Sampler(config.max_num_seqs, vocab, config.vocab_limit, config.device)
-        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
+        device = kv_cache.pool.device
+        self._state = BatchState(max_num_seqs, max_model_len, kv_cache.page_size, device)
+        self._sampler = Sampler(max_num_seqs, model.config.vocab_size, vocab_limit, device)
+        self._graphs: DecodeGraphs | None = None
+        if graphs:
+            self._graphs = DecodeGraphs(model, self._state, kv_cache, graph_sizes(max_num_seqs))
+
+    def capture(self, on_progress: Callable[[int, int], None]) -> None:
+        """Capture CUDA graphs, where they are used."""
+        if self._graphs is not None:
+            self._graphs.capture(on_progress)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         """Start a step. On a GPU it returns before the step has run."""
-        inputs = self._builder.build(step, self._last_tokens)
-        if inputs.fresh:
-            self._sampler.begin(inputs.fresh)
-        hidden = self.model.forward(inputs.token_ids, inputs.attention, self.kv_cache.layers)
-        if not inputs.sampled:
+        host = host_step(step, self._state)
+        if host.fresh:
+            self._sampler.begin(host.fresh)
+        logits = self._graphs.run(host) if self._graphs is not None and host.decode_only else None
+        if logits is None:
+            logits = self._run(host)
+        if logits is None:
             return Launched(step, None)
-        if len(inputs.sampled) < len(hidden):
-            hidden = hidden[inputs.sample_rows]
-        sampled = self._sampler.sample(self.model.compute_logits(hidden), inputs.sampled)
-        if self._last_tokens.is_cuda:
-            rows = torch.tensor([request.row for request in inputs.sampled], device=self._last_tokens.device)
-            self._last_tokens[rows] = sampled.tokens
+        sampled = self._sampler.sample(logits, host.sampled)
+        device = self._state.last_tokens.device
+        if device.type == "cuda":
+            rows = to_device(torch.from_numpy(host.rows[host.sample_rows]), device)
+            self._state.last_tokens[rows] = sampled.tokens.clamp(min=0)  # not NOT_FINITE
         return Launched(step, sampled)
+
+    def _run(self, host: HostStep) -> Tensor | None:
+        """Logits [R, vocab] of the sampling rows, without a graph; None when no row samples."""
+        tokens, batch = device_step(host, self._state)
+        hidden = self.model.forward(tokens, batch, self.kv_cache.layers)
+        if not host.sampled:
+            return None
+        if len(host.sampled) < len(hidden):
+            hidden = hidden[to_device(torch.from_numpy(host.sample_rows), hidden.device)]
+        return self.model.compute_logits(hidden)
 
 
 @torch.inference_mode()
-def dry_run(model: CausalLM, config: EngineConfig, kv_cache: KvCache, shapes: list[tuple[int, int]]) -> None:
+def dry_run(model: CausalLM, kv_cache: KvCache, shapes: list[tuple[int, int]]) -> None:
     """Run steps of (sequences, tokens each) that read and write the null page only: compiles kernels, shows
     peak memory."""
-    device = config.device
+    device, page_size = kv_cache.pool.device, kv_cache.page_size
     for sequences, tokens in shapes:
         total = sequences * tokens
         positions = torch.arange(tokens, device=device).repeat(sequences)
         batch = AttentionBatch(
             positions=positions,
-            slots=positions % config.page_size,
-            block_tables=torch.zeros(
-                sequences, -(-tokens // config.page_size), dtype=torch.int32, device=device
-            ),
+            slots=positions % page_size,
+            block_tables=torch.zeros(sequences, -(-tokens // page_size), dtype=torch.int32, device=device),
             seq_lens=torch.full((sequences,), tokens, dtype=torch.int32, device=device),
             query_starts=torch.arange(0, total + 1, tokens, dtype=torch.int32, device=device),
             num_decodes=sequences if tokens == 1 else 0,
@@ -82,7 +106,7 @@ def dry_run(model: CausalLM, config: EngineConfig, kv_cache: KvCache, shapes: li
         )
         token_ids = torch.zeros(total, dtype=torch.int64, device=device)
         hidden = model.forward(token_ids, batch, kv_cache.layers)
-        model.compute_logits(hidden[: min(total, config.max_num_seqs)])
+        model.compute_logits(hidden[-sequences:])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

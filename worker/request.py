@@ -1,8 +1,9 @@
-"""Request: one sequence on its way through the engine."""
+"""Request, Row and Step: what the scheduler decides and the runner executes."""
 
 from __future__ import annotations
 
-from worker.engine.blocks import page_hash, root_hash
+from dataclasses import dataclass, field
+
 from worker.ipc.messages import EngineRequest, FinishReason
 
 # One step of priority is worth this many seconds of waiting: requests run in the order of arrival + priority
@@ -20,6 +21,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "cache_salt",
         "cached_tokens",
         "computed",
         "finish_reason",
@@ -33,7 +35,6 @@ class Request:
         "pending",
         "prompt_length",
         "published",
-        "root",
         "row",
         "seed",
         "stop_tokens",
@@ -56,8 +57,8 @@ class Request:
         self.computed = 0
         self.pages: list[int] = []
         self.published = 0  # leading pages that the prefix cache knows
-        self.hashes: list[bytes] = []
-        self.root = root_hash(message.cache_salt)
+        self.hashes: list[bytes] = []  # of its leading full pages, as far as they were needed
+        self.cache_salt = message.cache_salt
         self.row = -1  # row of the device's batch state, while running
         self.in_flight = 0  # steps launched and not collected that hold this request
         self.finish_reason: FinishReason | None = None
@@ -84,14 +85,6 @@ class Request:
         """Everything but the last token is in the cache: one row brings the next token."""
         return self.computed == self.length - 1 and self.computed > 0
 
-    def page_hashes(self, count: int, page_size: int) -> list[bytes]:
-        """Hashes of the first `count` pages, which must be full of known tokens."""
-        while len(self.hashes) < count:
-            start = len(self.hashes) * page_size
-            parent = self.hashes[-1] if self.hashes else self.root
-            self.hashes.append(page_hash(parent, self.tokens[start : start + page_size]))
-        return self.hashes[:count]
-
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; the reason when it is the last."""
         self.tokens.append(token)
@@ -101,3 +94,26 @@ class Request:
         if len(self.tokens) >= self.token_limit:
             return "length"
         return None
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step: tokens [start, start + count); `sample` when a new token follows from
+    it."""
+
+    request: Request
+    start: int
+    count: int
+    sample: bool
+    decode: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """Rows of one step, decoding sequences first."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)

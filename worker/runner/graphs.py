@@ -1,0 +1,87 @@
+"""CUDA graphs for steps in which every sequence decodes: one replay instead of some hundred launches.
+
+A graph is captured for a few batch sizes; a step is padded up to the next one. Padding rows show the empty
+block table, so they read and write the null page only.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.batch import AttentionBatch
+from worker.model.layers import CausalLM
+from worker.runner.batch import BatchState, HostStep
+from worker.runner.kv_cache import KvCache
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph: close together where a row more costs most, at small batches."""
+    sizes = {1, 2, 4, *range(8, max_num_seqs, 8 if max_num_seqs <= 256 else 16), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+class DecodeGraphs:
+    """Captured decode steps, by batch size. Inputs go through one static buffer, logits come out of
+    another."""
+
+    def __init__(self, model: CausalLM, state: BatchState, kv_cache: KvCache, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self._model, self._state, self._kv_cache = model, state, kv_cache
+        largest = sizes[-1]
+        device = state.tables.device
+        self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=device)  # rows, tokens, positions
+        self._inputs[0] = state.padding_row
+        self._logits = torch.empty(largest, model.config.vocab_size, dtype=torch.float32, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    @torch.inference_mode()
+    def capture(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
+        for done, size in enumerate(reversed(self.sizes)):
+            self._run(size)  # compiles what isn't compiled yet
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._run(size)
+            self._pool = self._pool or graph.pool()
+            self._graphs[size] = graph
+            on_progress(done + 1, len(self.sizes))
+
+    def run(self, host: HostStep) -> Tensor | None:
+        """Logits [B, vocab] of a decode-only step; None when no graph is large enough. Valid until the next
+        run."""
+        count = len(host.tokens)
+        place = bisect.bisect_left(self.sizes, count)
+        if place == len(self.sizes):
+            return None
+        size = self.sizes[place]
+        inputs = torch.zeros(3, size, dtype=torch.int64, pin_memory=True)
+        columns = inputs.numpy()
+        columns[0, :count], columns[0, count:] = host.rows, self._state.padding_row
+        columns[1, :count] = host.tokens
+        columns[2, :count] = host.positions
+        self._inputs[:, :size].copy_(inputs, non_blocking=True)
+        self._graphs[size].replay()
+        return self._logits[:count]
+
+    def _run(self, size: int) -> None:
+        state = self._state
+        rows, tokens, positions = self._inputs[:, :size]
+        tables = state.tables[rows]
+        batch = AttentionBatch(
+            positions=positions,
+            slots=state.slots(rows, positions),
+            block_tables=tables,
+            seq_lens=(positions + 1).int(),
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=rows.device),
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=tables.shape[1] * state.page_size,
+        )
+        hidden = self._model.forward(state.tokens(rows, tokens), batch, self._kv_cache.layers)
+        self._logits[:size] = self._model.compute_logits(hidden)
