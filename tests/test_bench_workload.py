@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from bench import workload
 
 
@@ -20,4 +22,4 @@ def test_other_content_has_the_same_shapes():
 def test_poisson_has_about_its_rate():
     requests = workload.poisson(47, 100)
     assert 4400 < len(requests) < 5000
-    assert all(a.arrival < b.arrival for a, b in zip(requests, requests[1:]))
+    assert all(a.arrival < b.arrival for a, b in itertools.pairwise(requests))
