@@ -103,8 +103,9 @@ class Exchange:
         client = self.scope.get("client")
         return client is None or client[0] in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "")
 
-    async def read_body(self, limit: int = MAX_BODY) -> None:
+    async def read_body(self) -> None:
         """Read the whole body into `body`. ApiError 413 or 408; ClientGone when the client left."""
+        limit = MAX_BODY
         length = self.header("content-length")
         if length is not None and length.isdecimal() and int(length) > limit:
             raise _too_large(limit)

@@ -90,7 +90,7 @@ def _listening(sock: socket.socket) -> socket.socket:
     return sock
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers: the worker decides what a signal means."""
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ class WorkerProcess:
         self._exit_code = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = _Server(_uvicorn_config(self.state))
+        server = HttpServer(uvicorn_config(self.state))
         serving = asyncio.create_task(server.serve(sockets=[self._sock]), name="http")
         tasks = [asyncio.create_task(self._load(), name="load")]
         if self.config.parent_pid is not None:
@@ -267,7 +267,7 @@ def engine_spec(config: WorkerConfig, text: TextModel) -> str:
     return msgspec.json.encode(spec).decode()
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+def uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
         loop="none",

@@ -1,0 +1,304 @@
+"""POST /v1/chat/completions against a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.worker.fake_engine import (
+    IM_END,
+    MODEL,
+    FakeEngine,
+    events,
+    in_process,
+    make_state,
+    say,
+    serving,
+    strict_json,
+)
+from worker.server.state import ServerState
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+async def chat(state: ServerState, **fields: Any) -> Any:
+    async with in_process(state) as client:
+        answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, **fields})
+    assert answer.status_code == 200, answer.text
+    return strict_json(answer.content)
+
+
+async def stream(state: ServerState, **fields: Any) -> list[Any]:
+    async with in_process(state) as client:
+        answer = await client.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "stream": True, **fields}
+        )
+    assert answer.status_code == 200, answer.text
+    return events(answer.text)
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+async def test_whole_answer() -> None:
+    engine = FakeEngine()
+    body = await chat(make_state(engine))
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello, world!", "refusal": None}
+    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
+    assert body["object"] == "chat.completion"
+    assert body["model"] == MODEL
+    assert body["id"].startswith("chatcmpl-")
+    prompt = len("user\nHi") + len("\n") + len("assistant\n") + 3  # three marks of ChatML
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 14,
+        "total_tokens": prompt + 14,
+        "prompt_tokens_details": {"cached_tokens": prompt // 16 * 16},
+    }
+
+
+async def test_prompt_goes_through_the_template_without_extra_marks() -> None:
+    engine = FakeEngine()
+    state = make_state(engine)
+    await chat(state, messages=[{"role": "system", "content": "S"}, *HELLO])
+    assert state.text
+    assert state.text.tokenizer
+    prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"role": "assistant", "content": None}, "assistant\n"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            "user\na\nb",
+        ),
+        ({"role": "developer", "content": "d"}, "system\nd"),
+        ({"role": "tool", "content": "42", "tool_call_id": "call_1"}, "tool\n42"),
+        (
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            "assistant\n",
+        ),
+    ],
+)
+async def test_every_kind_of_message_reaches_the_template(message: dict[str, Any], shown: str) -> None:
+    engine = FakeEngine()
+    state = make_state(engine)
+    await chat(state, messages=[*HELLO, message])
+    assert state.text
+    assert state.text.tokenizer
+    prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
+    assert f"<|im_start|>{shown}<|im_end|>" in prompt
+
+
+async def test_stream_has_the_shape_that_clients_expect() -> None:
+    chunks = await stream(make_state(), stream_options={"include_usage": True})
+    assert chunks[-1] == "[DONE]"
+    first, last, usage = chunks[0], chunks[-3], chunks[-2]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 14
+    assert all(chunk["usage"] is None for chunk in chunks[:-2])
+    assert text_of(chunks) == "Hello, world!"
+    for key in ("id", "created", "model", "system_fingerprint", "object"):
+        assert len({chunk[key] for chunk in chunks[:-1]}) == 1, key
+
+
+async def test_stream_without_options_says_nothing_of_usage() -> None:
+    chunks = await stream(make_state())
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+
+
+async def test_characters_are_never_broken_over_chunks() -> None:
+    text = "naïve 日本 🙂"
+    chunks = await stream(make_state(FakeEngine(say(text))))
+    assert text_of(chunks) == text
+    assert "\ufffd" not in "".join(str(chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_string_over_token_boundaries(per_step: int, include: bool) -> None:
+    engine = FakeEngine(say("one </en two </end> three"), per_step=per_step)
+    fields = {"stop": ["</end>"], "include_stop_str_in_output": include}
+    whole = await chat(make_state(engine), **fields)
+    chunks = await stream(make_state(FakeEngine(engine.script, per_step=per_step)), **fields)
+    expected = "one </en two " + ("</end>" if include else "")
+    assert whole["choices"][0]["message"]["content"] == expected
+    assert text_of(chunks) == expected
+    assert (whole["choices"][0]["finish_reason"], whole["choices"][0]["stop_reason"]) == ("stop", "</end>")
+    # What the engine made after the stop string is nobody's: it isn't counted, and it is stopped.
+    assert whole["usage"]["completion_tokens"] == len("one </en two </end>")
+    assert engine.in_flight == 0
+
+
+async def test_stop_token_is_reported_and_not_shown() -> None:
+    body = await chat(make_state(FakeEngine(say("abc.def"))), stop_token_ids=[ord(".")])
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == "abc"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ord("."))
+
+
+async def test_max_tokens_ends_with_length() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = await chat(make_state(), **{name: 5})
+        (choice,) = body["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "length")
+
+
+async def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
+    engine = FakeEngine()
+    body = await chat(make_state(engine))
+    assert engine.submitted[0].params.max_tokens == 512 - body["usage"]["prompt_tokens"]
+
+
+async def test_n_answers_have_seeds_of_their_own_that_repeat() -> None:
+    seeds = []
+    for _ in range(2):
+        engine = FakeEngine(lambda request: [*f"seed {request.seed}".encode(), IM_END])
+        body = await chat(make_state(engine), n=3, seed=7)
+        texts = [choice["message"]["content"] for choice in body["choices"]]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert texts == [f"seed {request.seed}" for request in engine.submitted]
+        seeds.append([request.seed for request in engine.submitted])
+        assert body["usage"]["prompt_tokens"] == len(engine.submitted[0].prompt_token_ids)
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
+    assert seeds[0][0] == 7
+
+
+async def test_n_answers_stream_by_index() -> None:
+    engine = FakeEngine(lambda request: [*f"seed {request.seed}".encode(), IM_END])
+    chunks = await stream(make_state(engine), n=3)
+    for index, request in enumerate(engine.submitted):
+        assert text_of(chunks, index) == f"seed {request.seed}"
+        mine = [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert [c["finish_reason"] for c in mine].count("stop") == 1
+
+
+async def test_logprob_bytes_joined_are_the_text() -> None:
+    text = "naïve 日本 🙂!"
+    whole = await chat(make_state(FakeEngine(say(text))), logprobs=True, top_logprobs=2)
+    chunks = await stream(make_state(FakeEngine(say(text), per_step=2)), logprobs=True, top_logprobs=2)
+    content = whole["choices"][0]["logprobs"]["content"]
+    streamed = [
+        token
+        for chunk in chunks[:-1]
+        for choice in chunk["choices"]
+        if choice["logprobs"]
+        for token in choice["logprobs"]["content"]
+    ]
+    assert content == streamed
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == text
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+
+
+async def test_logprobs_stop_where_the_text_stops() -> None:
+    state = make_state(FakeEngine(say("keep STOP lost"), per_step=5))
+    body = await chat(state, logprobs=True, stop="STOP")
+    (choice,) = body["choices"]
+    tokens = [token["token"] for token in choice["logprobs"]["content"]]
+    assert "".join(tokens) == choice["message"]["content"] == "keep "
+
+
+async def test_impossible_tokens_have_finite_logprobs() -> None:
+    body = await chat(make_state(FakeEngine(logprob=float("-inf"))), logprobs=True, top_logprobs=1)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert {token["logprob"] for token in content} == {-9999.0}
+    assert content[0]["top_logprobs"][0]["logprob"] == -9999.0
+
+
+async def test_special_tokens_are_shown_when_asked_for() -> None:
+    state = make_state(FakeEngine(lambda request: [256, *b"x", 256]))
+    assert (await chat(state))["choices"][0]["message"]["content"] == "x"
+    shown = await chat(state, skip_special_tokens=False)
+    assert shown["choices"][0]["message"]["content"] == "<|im_start|>x<|im_start|>"
+
+
+async def test_every_parameter_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 1,
+        "stop_token_ids": [9], "ignore_eos": True, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+        "logit_bias": {"5": -3}, "cache_salt": "s", "priority": -2,
+    }  # fmt: skip
+    await chat(make_state(engine), **fields)
+    (request,) = engine.submitted
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (request.seed, params.min_tokens, params.stop_token_ids) == (3, 1, (9,))
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
+    assert (params.logit_bias, params.ignore_eos) == ({5: -3.0}, True)
+    assert (request.cache_salt, request.priority) == ("s", -2)
+
+
+async def test_the_tokenizers_end_tokens_end_answers_too() -> None:
+    engine = FakeEngine()
+    await chat(make_state(engine))
+    await chat(make_state(engine), ignore_eos=True)
+    assert engine.submitted[0].params.stop_token_ids == (IM_END,)
+    assert engine.submitted[1].params.stop_token_ids == ()
+
+
+async def test_request_ids_and_headers() -> None:
+    engine = FakeEngine()
+    async with in_process(make_state(engine)) as client:
+        body = {"model": MODEL, "messages": HELLO}
+        for _ in range(2):  # the same id twice at once is no clash
+            answer = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"})
+            assert answer.headers["x-request-id"] == "mine"
+            assert answer.headers["x-pagefleet-model"] == MODEL
+        minted = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": "no\tgood"})
+        assert minted.headers["x-request-id"] not in ("", "no\tgood")
+        streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+        assert streamed.headers["x-accel-buffering"] == "no"
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert all("mine" not in request.request_id for request in engine.submitted)
+    assert len({request.request_id for request in engine.submitted}) == 4
+
+
+async def test_the_openai_client_understands_it() -> None:
+    state = make_state()
+    async with serving(state) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        whole = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=1
+        )
+        assert whole.choices[0].message.content == "Hello, world!"
+        assert whole.choices[0].logprobs
+        assert whole.choices[0].logprobs.content
+        pieces = []
+        usage = None
+        async for chunk in await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+            usage = chunk.usage or usage
+        assert "".join(pieces) == "Hello, world!"
+        assert usage
+        assert usage.completion_tokens == 14
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
+        assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "Hi"}], temperature=9
+            )
+        assert refused.value.param == "temperature"
