@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from contracts.errors import ApiError, bad_request, internal_error, not_found, unavailable
-from contracts.units import format_bytes, format_duration
+from contracts.units import format_bytes
 from gateway.asgi import JSON, Headers, Send, send_bytes
 
 SSE = b"text/event-stream"
@@ -58,12 +58,20 @@ def length_required() -> ApiError:
     )
 
 
-def body_timeout(seconds: float) -> ApiError:
+def request_timeout(seconds: float) -> ApiError:
     return ApiError(
-        408,
-        f"The request body stopped arriving for {format_duration(seconds)} (gateway.timeouts.idle).",
-        code="request_timeout",
+        408, f"The request did not arrive whole: nothing came for {seconds:g} s.", code="request_timeout"
     )
+
+
+def headers_too_large(limit: int) -> ApiError:
+    return ApiError(
+        431, f"Request line and headers are over the limit of {limit} bytes.", code="headers_too_large"
+    )
+
+
+def invalid_http() -> ApiError:
+    return bad_request("This is no valid HTTP/1.1 request.", code="invalid_http")
 
 
 def unsupported_encoding(encoding: bytes) -> ApiError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import re
 import secrets
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ import msgspec
 
 from contracts.errors import bad_request
 from gateway.asgi import Receive, Scope
-from gateway.errors import body_timeout, body_too_large, length_required, model_missing, unsupported_encoding
+from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
 
 FORWARDED = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_USER = 512
+_PROCESS = secrets.token_hex(8).encode()  # with a number, unique over all gateways and restarts
+_serial = itertools.count(1)
 
 
 class ClientGone(Exception):
@@ -71,16 +73,13 @@ def read_head(scope: Scope) -> Head:
             head.request_id = value
         elif name == b"x-user-id":
             head.user = value.decode("latin-1").strip()[:_MAX_USER]
-    head.request_id = head.request_id or secrets.token_hex(16).encode()
+    head.request_id = head.request_id or b"%b-%x" % (_PROCESS, next(_serial))
     head.forwarded = b"".join([b"%s: %s\r\n" % pair for pair in sent.items()])
     return head
 
 
-async def read_body(receive: Receive, head: Head, max_body: int, patience: float) -> bytes:
-    """The whole body, untouched; at most `patience` seconds may pass without a piece of it.
-
-    ApiError for what can't be served, ClientGone when the client leaves.
-    """
+async def read_body(receive: Receive, head: Head, max_body: int) -> bytes:
+    """The whole body, untouched. ApiError for what can't be served, ClientGone when the client leaves."""
     if head.encoding is not None:
         raise unsupported_encoding(head.encoding)
     if not head.framed:
@@ -90,7 +89,9 @@ async def read_body(receive: Receive, head: Head, max_body: int, patience: float
     pieces: list[bytes] = []
     size = 0
     while True:
-        message = await _next(receive, patience)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
         piece = message.get("body", b"")
         size += len(piece)
         if size > max_body:
@@ -104,17 +105,6 @@ def parse_body(body: bytes, head: Head, scope: Scope) -> Inbound:
     """Model name and user; ApiError 400 when the body is no JSON object or names no model."""
     wanted = _decode(body)
     return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope))
-
-
-async def _next(receive: Receive, patience: float) -> Any:
-    try:
-        async with asyncio.timeout(patience):
-            message = await receive()
-    except TimeoutError:
-        raise body_timeout(patience) from None
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    return message
 
 
 def _decode(body: bytes) -> _Wanted:

@@ -44,6 +44,7 @@ class Metrics:
         )
         self.registry.register(_RouteCollector(router))
         self._counters: dict[tuple[str, str, int], Counter] = {}
+        self._histograms: dict[str, tuple[Histogram, Histogram]] = {}
 
     def done(self, model: str, target: str, status: int, seconds: float, overhead: float | None) -> None:
         """`overhead`: None when no worker answered."""
@@ -52,9 +53,12 @@ class Metrics:
         if counter is None:
             counter = self._counters[key] = self._requests.labels(model, target, str(status))
         counter.inc()
-        self._seconds.labels(model).observe(seconds)
+        histograms = self._histograms.get(model)
+        if histograms is None:
+            histograms = self._histograms[model] = self._seconds.labels(model), self._overhead.labels(model)
+        histograms[0].observe(seconds)
         if overhead is not None:
-            self._overhead.labels(model).observe(overhead)
+            histograms[1].observe(overhead)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -10,106 +10,21 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from contracts.errors import ApiError, bad_request
 from gateway.app import Gateway
+from gateway.client_protocol import ClientProtocol
 from gateway.config import FleetFile
 
-MAX_HEAD = 64 * 1024  # bytes of request line and headers
-HEAD_SECONDS = 30.0  # in which a request's head must arrive
 KEEP_ALIVE_SECONDS = 75  # over nginx's 60, so that nginx is the one who closes
-PIPELINE_LIMIT = 8
 PARENT_CHECK_SECONDS = 0.5
 ORPHAN_GRACE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
-
-
-class ClientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with what an open port needs.
-
-    JSON errors, a bounded head that must arrive in time, and a disconnect that is seen also when more
-    requests were pipelined behind the running one.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._running: RequestResponseCycle | None = None
-        self._head_open = True
-        self._head_size = 0
-        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._head_late)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_arrived()
-        self._unset_keepalive_if_required()
-        running = self._running
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.is_closing():
-            return
-        if self._head_open:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
-                self.send_400_response("")
-        waiting = self._running is None or self._running.response_complete
-        if waiting and self._head_timer is None and self.timeout_keep_alive_task is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_late)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_open = True
-        self._head_size = 0
-
-    def on_headers_complete(self) -> None:
-        self._head_open = False
-        self._head_arrived()
-        self._head_size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
-        if self._head_size > MAX_HEAD:
-            raise ValueError("head too large")
-        super().on_headers_complete()
-        if self.pipeline and len(self.pipeline) < PIPELINE_LIMIT:
-            self.flow.resume_reading()
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def _head_arrived(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_late(self) -> None:
-        self._head_timer = None
-        if self._running is None or self._running.response_complete:
-            self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        if self._running is not None and not self._running.response_complete:
-            self.transport.close()  # another answer is on its way; this one can't be put into it
-            return
-        reason, error = b"Bad Request", bad_request("This is no valid HTTP/1.1 request.", code="invalid_http")
-        if self._head_size > MAX_HEAD:
-            message = f"Request line and headers are over the limit of {MAX_HEAD} bytes."
-            error = ApiError(431, message, code="headers_too_large")
-            reason = b"Request Header Fields Too Large"
-        body = msgspec.json.encode(error.body())
-        self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b" % (error.status, reason, len(body), body)
-        )
-        self.transport.close()
 
 
 class GatewayServer(uvicorn.Server):
@@ -144,13 +59,13 @@ class GatewayServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def make_config(app: Gateway, drain_seconds: float, loop: str = "uvloop") -> uvicorn.Config:
+def make_config(app: Gateway, silence: float, drain_seconds: float, loop: str = "uvloop") -> uvicorn.Config:
     """uvicorn as the gateway uses it. Its own log lines are dropped: the gateway logs what happens itself."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
         loop=loop,
-        http=ClientProtocol,
+        http=cast(Any, partial(ClientProtocol, silence=silence)),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -202,7 +117,9 @@ def serve(
     raise_open_files()
     limit_silence(listener, settings.timeouts.idle)
     app = Gateway(settings, {entry.name: entry.aliases for entry in fleet.models}, routes_path)
-    server = GatewayServer(make_config(app, fleet.supervisor.drain_timeout, loop), parent_pid)
+    server = GatewayServer(
+        make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop), parent_pid
+    )
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())
     server.run(sockets=[listener])
     log.info("gateway (pid %d) ended", os.getpid())

@@ -86,6 +86,8 @@ class Connection(asyncio.Protocol):
         self._busy = False
         self._keep_alive = False
         self._reset_by_worker = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._forget_exchange()
 
     def _forget_exchange(self) -> None:
@@ -104,7 +106,6 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     # --- the exchange, as the proxy sees it
 
@@ -115,7 +116,7 @@ class Connection(asyncio.Protocol):
         self._timeouts = timeouts
         self._ends_at = ends_at
         self._moved_at = self._loop.time()
-        self._timer = self._loop.call_at(min(ends_at, self._moved_at + timeouts.first_byte), self._on_timer)
+        self._arm(min(ends_at, self._moved_at + min(timeouts.first_byte, timeouts.idle)))
         if len(body) < JOIN_BELOW:
             self._transport.write(head + body)
         else:
@@ -165,9 +166,6 @@ class Connection(asyncio.Protocol):
     def finish(self) -> bool:
         """Ends the exchange; whether the connection may carry another one."""
         self._busy = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         reusable = (
             self.complete
             and self._keep_alive
@@ -219,6 +217,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         if self._busy and not self.complete:
             unread = self._reset_by_worker or isinstance(exc, (ConnectionResetError, BrokenPipeError))
             self._fail(
@@ -275,14 +275,26 @@ class Connection(asyncio.Protocol):
 
     # --- timers and failures
 
+    def _arm(self, at: float) -> None:
+        """One timer outlives many exchanges: one that is due earlier looks again and is set anew."""
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_at(at, self._on_timer)
+
     def _on_timer(self) -> None:
+        self._timer = None
+        if not self._busy:
+            return
         now = self._loop.time()
         if self._paused:
             self._moved_at = now  # the client is the slow one; its own socket has a time limit
         limit = self._timeouts.idle if self._head_done else self._timeouts.first_byte
         due = min(self._ends_at, self._moved_at + limit)
         if now < due:
-            self._timer = self._loop.call_at(due, self._on_timer)
+            self._arm(due)
             return
         if now >= self._ends_at:
             what = f"did not finish within {self._timeouts.total:g} s (gateway.timeouts.total)"

@@ -1,0 +1,124 @@
+"""A real gateway on a free port, in front of fake workers, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.app import Gateway
+from gateway.config import GatewaySettings
+from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
+from gateway.server import GatewayServer, listen, make_config
+from tests.gateway.fake_worker import FakeWorker
+
+CHAT = "/v1/chat/completions"
+
+
+def target(worker: FakeWorker | str, slot: str = "s", generation: int = 1, **fields: Any) -> Target:
+    address = worker if isinstance(worker, str) else worker.address
+    return Target(slot=slot, generation=generation, address=address, **{"state": "ready", **fields})
+
+
+class Rig:
+    """`settings` of the gateway; model `m` with alias `nick` is configured, and `idle` that has no worker."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.path = folder / "routes.json"
+        self.epoch = 0
+        self.workers: list[FakeWorker] = []
+        self.settings = GatewaySettings.model_validate(settings)
+
+    def route(self, *targets: Target, model: str = "m", **fields: Any) -> None:
+        self.epoch += 1
+        routes = Routes(model=model, epoch=self.epoch, aliases=("nick",), targets=targets, **fields)
+        write_routes(self.path, RoutesFile(epoch=self.epoch, models={model: routes}))
+
+    async def worker(self, name: str = "w", tcp: bool = False) -> FakeWorker:
+        path = None if tcp else str(self.folder / f"{name}.sock")
+        worker = await FakeWorker(name).start(path)
+        self.workers.append(worker)
+        return worker
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Rig]:
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path)
+        self.server = GatewayServer(make_config(self.app, self.settings.timeouts.idle, 1))
+        serving = asyncio.create_task(self.server.serve(sockets=[listener]))
+        await until(lambda: self.server.started)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+        base = f"http://127.0.0.1:{self.port}"
+        try:
+            async with httpx.AsyncClient(
+                base_url=base, timeout=30, limits=limits, trust_env=False
+            ) as self.client:
+                yield self
+        finally:
+            self.server.should_exit = True
+            await serving
+            for worker in self.workers:
+                await worker.stop()
+
+    async def post(self, body: Any = None, path: str = CHAT, **options: Any) -> httpx.Response:
+        body = {"model": "m"} if body is None else body
+        return await self.client.post(path, json=body, **options)
+
+    async def ask(self, **fake: Any) -> httpx.Response:
+        """A request for `m` that makes the worker do something."""
+        return await self.post({"model": "m", "fake": fake})
+
+    async def raw(self, data: bytes, wait: float = 10.0) -> bytes:
+        """Everything that comes back on a connection of its own until it is closed."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        try:
+            async with asyncio.timeout(wait):
+                return await reader.read()
+        finally:
+            writer.close()
+
+    def inflight(self) -> int:
+        return sum(backend.inflight for backend in self.app.router.table.backends.values())
+
+    async def idle(self) -> None:
+        await until(lambda: self.inflight() == 0)
+
+
+@contextlib.asynccontextmanager
+async def one_worker(folder: Path, tcp: bool = False, **settings: Any) -> AsyncIterator[Rig]:
+    """A gateway with one ready worker of model `m`, as `rig.workers[0]`."""
+    rig = Rig(folder, **settings)
+    rig.route(target(await rig.worker(tcp=tcp)))
+    async with rig.running():
+        yield rig
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def http_post(body: bytes, extra: bytes = b"", path: str = CHAT) -> bytes:
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (
+        path.encode(),
+        extra,
+        len(body),
+        body,
+    )
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error, after checking that it has the four fields and nothing else."""
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"]
+    return error
