@@ -1,0 +1,71 @@
+"""Attention of a step over the paged KV cache: decodes by one kernel, chunks of prompts by another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention_cpu import paged_attention_cpu
+from kernels.attention_decode import decode_attention_triton
+from kernels.attention_prefill import prefill_attention_triton
+from kernels.batch import AttentionBatch
+
+
+def paged_attention_triton(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int = 0
+) -> Tensor:
+    """`paged_attention` through the Triton kernels."""
+    q = q if q.stride(2) == 1 else q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch.num_decodes:
+        decode_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out)
+    if batch.num_decodes < batch.seq_lens.shape[0]:
+        prefill_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out)
+    return out
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int = 0
+) -> Tensor:
+    """Causal grouped-query attention of the step's tokens over their sequences' cached keys and values.
+
+    The step's own keys and values must be in the cache already. Only slots that a sequence owns are read, up to
+    its length: what unwritten slots and the null page hold (NaN included) doesn't matter.
+
+    Args:
+        q: [T, Hq, D] rotated queries, Hq a multiple of Hkv.
+        k_cache: [N, Hkv, P, D], any number of pages (offsets are 64-bit).
+        v_cache: [N, Hkv, P, D], of the same strides.
+        batch: whose rows they are. A decode row of length 0 gives zeros; rows of no sequence are undefined.
+        scale: factor of the scores, before the softmax.
+        sliding_window: how many tokens a query sees, itself included; 0: all before it.
+
+    Returns:
+        [T, Hq, D], contiguous.
+    """
+    if q.is_cuda:
+        return paged_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window)
+    return paged_attention_cpu(q, k_cache, v_cache, batch, scale, sliding_window)
+
+
+def paged_attention_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int = 0
+) -> Tensor:
+    """`paged_attention`, a row and a head at a time, in float64 rounded once; rows of no sequence are 0."""
+    out = torch.zeros_like(q)
+    page_size = k_cache.shape[2]
+    group = q.shape[1] // k_cache.shape[1]
+    starts = batch.query_starts.tolist()
+    for i, length in enumerate(batch.seq_lens.tolist()):
+        for row in range(starts[i], starts[i + 1]):
+            position = length - (starts[i + 1] - row)
+            first = max(0, position - sliding_window + 1) if sliding_window else 0
+            seen = range(first, position + 1)
+            pages = [int(batch.block_tables[i, p // page_size]) for p in seen]
+            offsets = [p % page_size for p in seen]
+            for head in range(q.shape[1] if len(seen) else 0):
+                keys = k_cache[pages, head // group, offsets].double()
+                values = v_cache[pages, head // group, offsets].double()
+                weights = torch.softmax(keys @ q[row, head].double() * scale, dim=0)
+                out[row, head] = (weights @ values).to(q.dtype)
+    return out

@@ -1,0 +1,252 @@
+"""Rotary embedding of queries and keys, fused with the write of keys and values into the paged cache.
+
+For a pair (x1, x2) = (x[i], x[i + R/2]), i < R/2, of a head vector at position p, with angle θ = p·f_i:
+
+    x1' = x1·cos θ − x2·sin θ      x2' = x2·cos θ + x1·sin θ      (RoFormer, arXiv:2104.09864; NeoX's halves)
+
+Dimensions from R on are left as they are. Angles come as a float32 table, and the rotation is float32.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.batch import AttentionBatch
+from kernels.cache_rows import as_rows, row_ids
+
+BLOCK_H = 4  # heads a program: few enough that one token still spreads over several multiprocessors
+
+
+@triton.jit
+def _rotate(p_in, p_out, b_cos, b_sin, o_r, mask, HALF: tl.constexpr):
+    b_1 = tl.load(p_in + o_r[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_2 = tl.load(p_in + HALF + o_r[None, :], mask=mask, other=0.0).to(tl.float32)
+    dtype = p_out.dtype.element_ty
+    tl.store(p_out + o_r[None, :], (b_1 * b_cos - b_2 * b_sin).to(dtype), mask=mask)
+    tl.store(p_out + HALF + o_r[None, :], (b_2 * b_cos + b_1 * b_sin).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rope_cache_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_cos_sin,
+    p_positions,
+    p_slots,
+    p_k_cache,
+    p_v_cache,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_cs,
+    stride_kn,
+    stride_knh,
+    stride_kp,
+    stride_vn,
+    stride_vnh,
+    stride_vp,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+    i_t = tl.program_id(0).to(tl.int64)
+    i_h = tl.program_id(1)
+    o_r = tl.arange(0, BLOCK_R)
+    m_r = o_r < HALF
+    p_angle = p_cos_sin + tl.load(p_positions + i_t) * stride_cs + o_r
+    b_cos = tl.load(p_angle, mask=m_r, other=0.0)[None, :]
+    b_sin = tl.load(p_angle + HALF, mask=m_r, other=0.0)[None, :]
+    if i_h < Q_BLOCKS:
+        o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
+        p_head = p_q + i_t * stride_qt + o_h[:, None] * stride_qh
+        _rotate(p_head, p_head, b_cos, b_sin, o_r, (o_h < Q_HEADS)[:, None] & m_r[None, :], HALF)
+    else:
+        o_h = (i_h - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        slot = tl.load(p_slots + i_t)
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        m_h = ((o_h < KV_HEADS) & (page > 0))[:, None]
+        p_key = p_k + i_t * stride_kt + o_h[:, None] * stride_kh
+        p_cached = p_k_cache + page * stride_kn + o_h[:, None] * stride_knh + offset * stride_kp
+        _rotate(p_key, p_cached, b_cos, b_sin, o_r, m_h & m_r[None, :], HALF)
+        o_d = tl.arange(0, BLOCK_D)[None, :]
+        m_d = m_h & (o_d < HEAD_DIM)
+        if 2 * HALF < HEAD_DIM:
+            m_rest = m_d & (o_d >= 2 * HALF)
+            tl.store(p_cached + o_d, tl.load(p_key + o_d, mask=m_rest, other=0.0), mask=m_rest)
+        b_v = tl.load(p_v + i_t * stride_vt + o_h[:, None] * stride_vh + o_d, mask=m_d, other=0.0)
+        p_value = p_v_cache + page * stride_vn + o_h[:, None] * stride_vnh + offset * stride_vp
+        tl.store(p_value + o_d, b_v.to(p_v_cache.dtype.element_ty), mask=m_d)
+
+
+def rope_and_cache_triton(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """`rope_and_cache` as one Triton kernel; q is rotated where it lies."""
+    tokens, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    half = cos_sin.shape[1] // 2
+    if tokens == 0:
+        return q
+    grid = (tokens, triton.cdiv(q_heads, BLOCK_H) + triton.cdiv(kv_heads, BLOCK_H))
+    _rope_cache_kernel[grid](
+        q,
+        k,
+        v,
+        cos_sin,
+        batch.positions,
+        batch.slots,
+        k_cache,
+        v_cache,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        cos_sin.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=dim,
+        HALF=half,
+        PAGE_SIZE=k_cache.shape[2],
+        BLOCK_H=BLOCK_H,
+        BLOCK_R=triton.next_power_of_2(half),
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=2,
+    )
+    return q
+
+
+class _Angles(NamedTuple):
+    cos: Tensor  # [T, 1, R]: both halves the same
+    sin: Tensor  # [T, 1, R]: first half negative, so that x' = x·cos + swap(x)·sin
+
+
+class _Writes(NamedTuple):
+    rows: Tensor  # [W, Hkv]: where the written tokens' heads go
+    tokens: Tensor | None  # [W]: which tokens those are; None: all
+
+
+def _angles(cos_sin: Tensor, batch: AttentionBatch) -> _Angles:
+    key = f"rope/{cos_sin.data_ptr()}"
+    angles: _Angles | None = batch.plans.get(key)
+    if angles is None:
+        cos, sin = cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=2)
+        angles = batch.plans[key] = _Angles(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))
+    return angles
+
+
+def _writes(batch: AttentionBatch, cache: Tensor) -> _Writes:
+    key = f"writes/{cache.stride()}"
+    writes: _Writes | None = batch.plans.get(key)
+    if writes is None:
+        real = batch.slots >= cache.shape[2]
+        tokens = None if bool(real.all()) else real.nonzero().squeeze(1)
+        slots = batch.slots if tokens is None else batch.slots[tokens]
+        writes = batch.plans[key] = _Writes(row_ids(cache, slots), tokens)
+    return writes
+
+
+def _side_by_side(a: Tensor, b: Tensor) -> Tensor | None:
+    """a [T, H1, D] and b [T, H2, D] as one view [T, H1 + H2, D] if they are neighbours in a fused matrix."""
+    strides = a.stride()
+    heads = a.shape[1]
+    if (
+        b.storage_offset() != a.storage_offset() + heads * strides[1]
+        or b.stride() != strides
+        or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    ):
+        return None
+    return a.as_strided((a.shape[0], heads + b.shape[1], a.shape[2]), strides)
+
+
+def _rotate_heads(x: Tensor, angles: _Angles) -> Tensor:
+    """x [T, H, D] rotated, in x's type."""
+    rot_dim = angles.cos.shape[2]
+    if rot_dim < x.shape[2]:
+        turned, rest = x.split((rot_dim, x.shape[2] - rot_dim), 2)
+        return torch.cat((_rotate_heads(turned, angles), rest), 2)
+    x32 = x.float()
+    return torch.roll(x32, rot_dim // 2, 2).mul_(angles.sin).addcmul_(x32, angles.cos).to(x.dtype)
+
+
+def _rope_and_cache_cpu(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    angles = _angles(cos_sin, batch)
+    fused = _side_by_side(q, k)
+    if fused is None:
+        q, k = _rotate_heads(q, angles), _rotate_heads(k, angles)
+    else:
+        q, k = _rotate_heads(fused, angles).split((q.shape[1], k.shape[1]), 1)
+    rows, tokens = _writes(batch, k_cache)
+    if tokens is not None:
+        k, v = k[tokens], v[tokens]
+    as_rows(k_cache)[rows] = k
+    as_rows(v_cache)[rows] = v
+    return q
+
+
+def rope_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Rotate q and k at batch.positions, write k and v to the cache at batch.slots, hand back the rotated q.
+
+    q's own memory may serve for the result; take its contents as lost. Tokens whose slot lies in the null
+    page (slot < page_size) are rotated but not written.
+
+    Args:
+        q: [T, Hq, D], any strides; usually a view of a fused qkv matrix, as are k and v.
+        k: [T, Hkv, D].
+        v: [T, Hkv, D].
+        cos_sin: [max_pos, R] float32, R <= D: cosines of position p's R/2 angles, then their sines, in row p.
+        batch: positions and slots of the T tokens.
+        k_cache: [N, Hkv, P, D].
+        v_cache: [N, Hkv, P, D], of the same strides.
+
+    Returns:
+        Rotated q [T, Hq, D].
+    """
+    if q.is_cuda:
+        return rope_and_cache_triton(q, k, v, cos_sin, batch, k_cache, v_cache)
+    return _rope_and_cache_cpu(q, k, v, cos_sin, batch, k_cache, v_cache)
+
+
+def rope_and_cache_reference(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """`rope_and_cache`, a token at a time, in float64 rounded once."""
+    half = cos_sin.shape[1] // 2
+    page_size = k_cache.shape[2]
+    cos, sin = cos_sin.double()[batch.positions].split(half, dim=1)
+
+    def rotate(x: Tensor) -> Tensor:
+        y = x.double()
+        x1, x2 = x[:, :, :half].double(), x[:, :, half : 2 * half].double()
+        y[:, :, :half] = x1 * cos[:, None] - x2 * sin[:, None]
+        y[:, :, half : 2 * half] = x2 * cos[:, None] + x1 * sin[:, None]
+        return y.to(x.dtype)
+
+    rotated_k = rotate(k)
+    for t, slot in enumerate(batch.slots.tolist()):
+        if slot >= page_size:
+            k_cache[slot // page_size, :, slot % page_size] = rotated_k[t].to(k_cache.dtype)
+            v_cache[slot // page_size, :, slot % page_size] = v[t].to(v_cache.dtype)
+    return rotate(q)
