@@ -29,8 +29,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal grouped-query attention of the step's tokens over their sequences' cached keys and values.
 
-    The step's own keys and values must be in the cache already. Only slots that a sequence owns are read, up to
-    its length: what unwritten slots and the null page hold (NaN included) doesn't matter.
+    The step's own keys and values must be in the cache already. Only slots that a sequence owns are read, up
+    to its length: what unwritten slots and the null page hold (NaN included) doesn't matter.
 
     Args:
         q: [T, Hq, D] rotated queries, Hq a multiple of Hkv.

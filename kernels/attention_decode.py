@@ -3,9 +3,10 @@
     out[b, h] = softmax(scale · q[b, h] · K_bᵀ) · V_b        K_b, V_b: keys and values sequence b may see
 
 Flash-decoding: every (sequence, KV head, split) program walks its share of the context with a running maximum
-and sum (Milakov & Gimelshein 2018, arXiv:1805.02867), all query heads of the KV head at once as the rows of one
-`tl.dot`; a second kernel joins the splits by their log-sum-exp. The number of splits is part of the grid, but
-which tokens a split owns is derived on the device from seq_lens, so one captured graph serves every length.
+and sum (Milakov & Gimelshein 2018, arXiv:1805.02867), all query heads of the KV head at once as the rows of
+one `tl.dot`; a second kernel joins the splits by their log-sum-exp. The number of splits is part of the
+grid, but which tokens a split owns is derived on the device from seq_lens, so one captured graph serves
+every length.
 
 A score is kept in log2 units (scale · log2 e is folded in), so that exponentials are exp2.
 """

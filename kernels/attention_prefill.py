@@ -3,8 +3,8 @@
     out[i, h] = softmax(scale · q[i, h] · K[:p + 1]ᵀ) · V[:p + 1]        p: position of row i in its sequence
 
 FlashAttention-2's loop (Dao 2023, arXiv:2307.08691) over keys gathered through the block table. A program
-owns BLOCK_M query rows of one head; blocks that no row may see are skipped, and only those on the edge of what is
-visible (the diagonal, and the far end of a sliding window) pay for a mask.
+owns BLOCK_M query rows of one head; blocks that no row may see are skipped, and only those on the edge of
+what is visible (the diagonal, and the far end of a sliding window) pay for a mask.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -104,7 +104,8 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Heads vary fastest, so that a group's heads meet in the L2 cache; late rows have the most keys and go first.
+    # Heads vary fastest, so that a group's heads meet in the L2 cache; late rows have the most keys and go
+    # first.
     i_h = tl.program_id(0)
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)
     i_b = (first_seq + tl.program_id(2)).to(tl.int64)

@@ -53,9 +53,7 @@ def _check(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
             f"{dst.dtype} {list(dst.shape)}"
         )
     if pairs.dtype != torch.int64 or pairs.dim() != 2 or pairs.shape[1] != 2:
-        raise ValueError(
-            f"pairs must be int64 [n, 2] (source page, destination page), not {pairs.dtype} {list(pairs.shape)}"
-        )
+        raise ValueError(f"pairs must be int64 [n, 2], not {pairs.dtype} {[*pairs.shape]}")
 
 
 def copy_pages_triton(src: Tensor, dst: Tensor, pairs: Tensor) -> None:

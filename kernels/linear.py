@@ -6,16 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Microseconds of F.linear / W xᵀ ("mm") in float32 with two threads on Zen 3 (AVX2, MKL 2024.2), weights out of
-# cache. At one row torch calls GEMV, which streams weights at half the speed of GEMM, so there "mm" has the row
-# doubled; beyond, MKL is 1.2 to 3 times faster with the long side as the GEMM's columns, until both reach the peak.
+# Microseconds of F.linear / W xᵀ ("mm") in float32 with two threads on Zen 3 (AVX2, MKL 2024.2), weights out
+# of cache. At one row torch calls GEMV, which streams weights at half the speed of GEMM, so there "mm" has
+# the row doubled; beyond, MKL is 1.2 to 3 times faster with the long side as the GEMM's columns, until both
+# reach the peak.
 #
-#   N x K \ rows         1            2            4            8           16           32           64          128
-#   576x576       238/163      260/131      323/132      289/212      295/226      377/307      524/518    1473/1232
-#   1536x576      532/309      858/305      874/347     1024/577     1028/590     1221/767    1803/1188    2940/1992
-#   576x1536      342/386      527/298      608/317      669/496      762/430      933/657    1273/1065    1967/1955
-#   3072x576     1014/631     2030/543     1924/648    1655/1025    1812/1257    2265/1749            -    8627/7243
-#   49152x576  14.3k/8.3k   28.6k/8.8k  34.5k/10.1k  32.2k/17.4k  40.3k/25.0k  56.3k/34.9k   160k/88k    258k/148k
+#   N x K \ rows        1           2           4           8          16          32          64         128
+#   576x576      238/163     260/131     323/132     289/212     295/226     377/307     524/518   1473/1232
+#   1536x576     532/309     858/305     874/347    1024/577    1028/590    1221/767   1803/1188   2940/1992
+#   576x1536     342/386     527/298     608/317     669/496     762/430     933/657   1273/1065   1967/1955
+#   3072x576    1014/631    2030/543    1924/648   1655/1025   1812/1257   2265/1749           -   8627/7243
+#   49152x576  14.3k/8.3k  28.6k/8.8k  34.5k/10k   32.2k/17k   40.3k/25k   56.3k/35k    160k/88k   258k/148k
 MM_ROWS = 64
 WIDE = 16384  # output columns (a vocabulary) from which `mm` wins at any number of rows
 
@@ -37,9 +38,9 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N].
 
-    On a CPU the result may be column-major (the transposed view of what the GEMM wrote): elementwise operations
-    and the other kernels here take it as it is, for less than a copy would cost; `.view` can't merge its
-    dimensions.
+    On a CPU the result may be column-major (the transposed view of what the GEMM wrote): elementwise
+    operations and the other kernels here take it as it is, for less than a copy would cost; `.view` can't
+    merge its dimensions.
     """
     if x.is_cuda:
         return F.linear(x, weight, bias)

@@ -2,8 +2,8 @@
 
     y = x / sqrt(mean(x²) + eps) * weight            (Zhang & Sennrich 2019, arXiv:1910.07467)
 
-Sums are float32 whatever the input type; the fused form normalises the residual as it is stored, that is after
-rounding to its type, so fused and separate agree bit for bit.
+Sums are float32 whatever the input type; the fused form normalises the residual as it is stored, that is
+after rounding to its type, so fused and separate agree bit for bit.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
