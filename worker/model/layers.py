@@ -56,7 +56,7 @@ class Attention:
         self.head_dim = config.head_dim
         self.sizes = [num_heads, num_kv_heads, num_kv_heads]
         self.scale = config.head_dim**-0.5
-        self.window = config.sliding_window
+        self.window = config.sliding_window or 0
 
     def __call__(
         self, x: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
