@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import Rig, error_of, one_worker, target, until
+
+
+async def two_workers(rig: Rig, **kinds: Any) -> None:
+    workers = [await rig.worker(name, **kinds) for name in "ab"]
+    rig.route(*(target(worker, slot=worker.name) for worker in workers))
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_a_draining_worker_is_passed_over(tmp_path: Path, tcp: bool) -> None:
+    rig = Rig(tmp_path)
+    await two_workers(rig, tcp=tcp)
+    async with rig.running():
+        rig.workers[0].draining = True
+        answers = [await rig.post() for _ in range(10)]
+        assert [(answer.status_code, answer.json()["served_by"]) for answer in answers] == [(200, "b")] * 10
+        assert {answer.headers["x-pagefleet-target"] for answer in answers} == {"b.1"}
+        assert rig.workers[0].requests
+        assert rig.inflight() == 0
+
+
+async def test_draining_and_nowhere_else_is_503(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        rig.workers[0].draining = True
+        response = await rig.post()
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert error_of(response)["code"] == "model_unavailable"
+        assert len(rig.workers[0].requests) == 1
+
+
+async def test_a_refusal_makes_the_routes_be_read_at_once(tmp_path: Path) -> None:
+    """The supervisor publishes the new target before it drains the old one: nobody may see an error."""
+    async with one_worker(tmp_path) as rig:
+        old, new = rig.workers[0], await rig.worker("new")
+        for generation in range(2, 8):
+            rig.route(target(new, generation=generation))
+            old.draining = True
+            response = await rig.post()
+            assert (response.status_code, response.json()["served_by"]) == (200, "new")
+            rig.route(target(old))
+            rig.app.router.refresh()
+
+
+async def test_the_same_slot_in_a_new_generation_may_be_tried(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        await rig.workers[0].stop()
+        again = await rig.worker("again")
+        rig.route(target(again, generation=2))
+        response = await rig.post()
+        assert response.json()["served_by"] == "again"
+        assert response.headers["x-pagefleet-target"] == "s.2"
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_connection_refused_is_passed_over(tmp_path: Path, tcp: bool) -> None:
+    rig = Rig(tmp_path)
+    await two_workers(rig, tcp=tcp)
+    async with rig.running():
+        await rig.workers[0].stop()
+        for _ in range(6):
+            assert (await rig.post()).json()["served_by"] == "b"
+
+
+async def test_connection_refused_everywhere_is_503(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.route(target("http://127.0.0.1:1", slot="a"), target(f"unix:{tmp_path}/none", slot="b"))
+    async with rig.running():
+        response = await rig.post()
+        assert (response.status_code, error_of(response)["code"]) == (503, "model_unavailable")
+        assert rig.inflight() == 0
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_connections_closed_between_requests_are_never_seen(tmp_path: Path, tcp: bool) -> None:
+    async with one_worker(tmp_path, tcp) as rig:
+        for round_ in range(20):
+            answers = await asyncio.gather(*(rig.post() for _ in range(5)))
+            assert {answer.status_code for answer in answers} == {200}
+            rig.workers[0].drop_idle()
+            if round_ % 2:
+                await asyncio.sleep(0)
+        assert len(rig.workers[0].requests) == 100
+
+
+async def test_what_a_worker_may_have_begun_is_not_repeated(tmp_path: Path) -> None:
+    cases = {
+        "eof": (502, "worker_failed"),
+        "garbage": (502, "worker_protocol_error"),
+        "unframed": (502, "worker_protocol_error"),
+        "hang": (504, "worker_timeout"),
+    }
+    rig = Rig(tmp_path, timeouts={"first_byte": 0.5})
+    await two_workers(rig)
+    async with rig.running():
+        for number, (do, (status, code)) in enumerate(cases.items(), start=1):
+            response = await rig.ask(do=do)
+            assert (do, response.status_code, error_of(response)["code"]) == (do, status, code)
+            assert sum(len(worker.requests) for worker in rig.workers) == number
+            assert response.headers["x-request-id"]
+            assert rig.inflight() == 0
+        await until(lambda: all(seen.closed_at for worker in rig.workers for seen in worker.requests))
+
+
+async def test_a_restart_under_load_is_never_seen(tmp_path: Path) -> None:
+    """Swaps: new target published, old one drains, then ends; requests go on all the time."""
+    rig = Rig(tmp_path)
+    current = await rig.worker("g1")
+    rig.route(target(current))
+    async with rig.running():
+        answers: list[Any] = []
+        stop = False
+
+        async def hammer() -> None:
+            while not stop:
+                answers.append(await rig.ask(do="json", wait=0.002))
+
+        hammers = [asyncio.create_task(hammer()) for _ in range(8)]
+        for generation in range(2, 7):
+            new = await rig.worker(f"g{generation}")
+            rig.route(
+                target(current, generation=generation - 1), target(new, slot="t", generation=generation)
+            )
+            await asyncio.sleep(0.1)
+            rig.route(target(new, slot="t", generation=generation))
+            current.draining = True
+            await until(lambda worker=current: all(seen.answered for seen in worker.requests))
+            await asyncio.sleep(0.25)
+            await current.stop()
+            rig.route(target(new, generation=generation))
+            current = new
+        stop = True
+        await asyncio.gather(*hammers)
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.json()["served_by"] for answer in answers} == {f"g{index}" for index in range(1, 7)}
