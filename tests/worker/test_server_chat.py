@@ -234,7 +234,8 @@ async def test_every_parameter_reaches_the_engine() -> None:
     engine = FakeEngine()
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 1,
-        "stop_token_ids": [9], "ignore_eos": True, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+        "stop_token_ids": [9], "ignore_eos": True, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "logit_bias": {"5": -3}, "cache_salt": "s", "priority": -2,
     }  # fmt: skip
     await chat(make_state(engine), **fields)

@@ -21,6 +21,7 @@ from contracts.options import WorkerOptions
 from contracts.units import format_bytes, format_duration
 from worker.config import EXIT_INVALID, WorkerConfig
 from worker.ipc.client import EngineClient, EngineDead, engine_command
+from worker.ipc.messages import EngineStats
 from worker.server.app import create_app
 from worker.server.state import ServerState
 from worker.server.text_model import TextModel
@@ -240,14 +241,14 @@ class WorkerProcess:
 
     async def _log_stats(self) -> None:
         """A line every few seconds while there is work."""
-        previous = None
+        previous = EngineStats()
         while True:
             await asyncio.sleep(_STATS_SECONDS)
-            stats = self.state.engine.stats if self.state.engine else None
-            if stats is None or (previous is not None and stats.steps == previous.steps):
+            stats = self.state.engine.stats if self.state.engine else previous
+            if stats.steps == previous.steps:
                 continue
-            prompts = stats.prompt_tokens - (previous.prompt_tokens if previous else 0)
-            generated = stats.generation_tokens - (previous.generation_tokens if previous else 0)
+            prompts = stats.prompt_tokens - previous.prompt_tokens
+            generated = stats.generation_tokens - previous.generation_tokens
             previous = stats
             log.info(
                 "running %d, waiting %d, KV cache %.1f %%, prompt %.1f tokens/s, generated %.1f tokens/s",

@@ -1,0 +1,71 @@
+"""An engine process without a model: `A` after `A`, a token every few milliseconds. The channel is real.
+
+`--load-seconds` is how long it pretends to load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import socket
+import time
+
+from worker.ipc.channel import ChannelClosed, EngineChannel
+from worker.ipc.messages import EngineInfo, EngineStats, Progress, Ready, RequestOutput, StepDone, ToEngine
+
+STEP_SECONDS = 0.02
+INFO = EngineInfo(
+    max_model_len=512,
+    page_size=16,
+    num_pages=65,
+    max_num_seqs=8,
+    max_num_batched_tokens=128,
+    vocab_size=258,
+    dtype="float32",
+    device="cpu",
+    weight_bytes=1,
+    kv_cache_bytes=1,
+    load_seconds=0.0,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--load-seconds", type=float, default=0.0)
+    arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel: EngineChannel[ToEngine] = EngineChannel(socket.socket(fileno=arguments.fd), ToEngine)
+    channel.send(Progress("weights", 1, 2))
+    time.sleep(arguments.load_seconds)
+    channel.send(Ready(INFO))
+    with contextlib.suppress(ChannelClosed):
+        serve(channel)
+
+
+def serve(channel: EngineChannel[ToEngine]) -> None:
+    left: dict[str, int] = {}
+    steps = 0
+    while True:
+        for message in channel.receive(STEP_SECONDS if left else None):
+            if message.shutdown:
+                return
+            for request in message.submit:
+                left[request.request_id] = request.params.max_tokens or 1
+            for request_id in message.abort:
+                left.pop(request_id, None)
+        steps += 1
+        outputs = []
+        for request_id in list(left):
+            left[request_id] -= 1
+            reason = None if left[request_id] else "length"
+            outputs.append(RequestOutput(request_id, [65], finish_reason=reason))  # type: ignore[arg-type]
+            if reason:
+                del left[request_id]
+        channel.send(StepDone(outputs, EngineStats(steps=steps, running=len(left))))
+
+
+if __name__ == "__main__":
+    main()
