@@ -117,24 +117,23 @@ class ConfigError(ValueError):
         self.problems = list(problems)
 
 
-def read_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> WorkerConfig:
+def read_config(argv: Sequence[str]) -> WorkerConfig:
     """WorkerConfig from flags and environment; ConfigError lists every problem at once.
 
     `--help` prints and exits. Underscores in flag names are accepted for dashes.
     """
-    environ = os.environ if environ is None else environ
     given, unknown = _parser().parse_known_args([_with_dashes(word) for word in argv])
     problems = [f"{word}: no such option; see --help" for word in unknown]
     problems += _refused(vars(given))
     values = {name: vars(given)[name] for name in WorkerConfig.model_fields if vars(given)[name] is not None}
     names = {ENV_PREFIX + name.upper() for name in WorkerConfig.model_fields}
     problems += [
-        f"{name}: no such option" for name in environ if name.startswith(ENV_PREFIX) and name not in names
+        f"{name}: no such option" for name in os.environ if name.startswith(ENV_PREFIX) and name not in names
     ]
     try:
         return _checked(values, problems)
     except ValidationError as error:
-        problems += [_describe(dict(item), values, environ) for item in error.errors()]
+        problems += [_describe(dict(item), values) for item in error.errors()]
     raise ConfigError(problems)
 
 
@@ -232,7 +231,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _describe(error: dict[str, Any], values: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+def _describe(error: dict[str, Any], values: Mapping[str, Any]) -> str:
     message: str = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
         return message
@@ -240,5 +239,5 @@ def _describe(error: dict[str, Any], values: Mapping[str, Any], environ: Mapping
     if error["type"] == "missing":
         return f"{_flag(name)}: is required"
     variable = ENV_PREFIX + name.upper()
-    label = variable if name not in values and variable in environ else _flag(name)
+    label = variable if name not in values and variable in os.environ else _flag(name)
     return f"{label}: {message} (got {error['input']!r})"

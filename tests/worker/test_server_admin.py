@@ -47,7 +47,8 @@ async def test_readiness_follows_loading() -> None:
     assert (status, body["phase"], body["done"], body["total"]) == (503, "weights", 3, 10)
     engine.state = "ready"
     assert (await get(state, "/ready"))[0] == 503, "the text side is not there yet"
-    assert (await get(make_state(), "/ready")) == (200, {"status": "ready", "model": MODEL, "inflight": 0})
+    ready = {"status": "ready", "phase": "ready", "done": 0, "total": 0, "model": MODEL, "inflight": 0}
+    assert (await get(make_state(), "/ready")) == (200, ready)
     engine.state, engine.failure = "dead", "out of memory"
     status, body = await get(state, "/ready")
     assert (status, body["status"], body["message"]) == (503, "failed", "out of memory")

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from contracts.errors import internal_error, model_not_found, unavailable
 from worker.ipc.client import EngineDead
+from worker.ipc.messages import Progress
 from worker.server.exchange import Exchange
 from worker.server.schemas import AbortRequest, decode
 from worker.server.state import ServerState, engine_dead
@@ -63,21 +64,24 @@ async def ready(state: ServerState, exchange: Exchange) -> None:
 
 
 def _readiness(state: ServerState) -> dict[str, Any]:
+    """status: loading, ready, draining or failed; done of total is in the phase's own unit."""
     engine, gate = state.engine, state.gate
-    body: dict[str, Any] = {"status": "ready", "model": state.model_name, "inflight": gate.inside}
+    status, progress = "ready", Progress("ready", 0, 0)
     if engine is not None and engine.state == "dead":
-        body |= {"status": "failed", "message": engine.failure}
+        status, progress = "failed", Progress("failed", 0, 0)
     elif engine is None or engine.state != "ready" or state.text is None:
-        progress = engine.progress if engine else None
-        body |= {
-            "status": "loading",
-            "phase": progress.phase if progress else "start",
-            "done": progress.done if progress else 0,
-            "total": progress.total if progress else 0,
-        }
+        status, progress = "loading", (engine.progress if engine else None) or Progress("start", 0, 0)
     elif gate.draining:
-        body["status"] = "draining"
-    return body
+        status, progress = "draining", Progress("draining", 0, 0)
+    body = {
+        "status": status,
+        "phase": progress.phase,
+        "done": progress.done,
+        "total": progress.total,
+        "model": state.model_name,
+        "inflight": gate.inside,
+    }
+    return body | ({"message": engine.failure} if engine is not None and status == "failed" else {})
 
 
 async def metrics(state: ServerState, exchange: Exchange) -> None:
