@@ -14,6 +14,7 @@ from gateway import errors
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
 HEAD_SECONDS = 30.0  # in which a request's head must arrive
+LINGER_SECONDS = 2.0
 PIPELINE_LIMIT = 8
 
 
@@ -30,6 +31,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._head_open = True
         self._incomplete = True
+        self._refused = False
         self._head_size = 0
         self._moved_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -48,10 +50,12 @@ class ClientProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         if not self._incomplete and self._is_serving():
             return
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         self._moved_at = self.loop.time()
         if self._head_open:
@@ -70,7 +74,7 @@ class ClientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_open = False
         self._stop_timer()
-        self._head_size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
+        self._head_size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._head_size > MAX_HEAD:
             raise ValueError("head too large")
         super().on_headers_complete()
@@ -113,19 +117,25 @@ class ClientProtocol(HttpToolsProtocol):
         self._refuse(errors.headers_too_large(MAX_HEAD) if too_large else errors.invalid_http())
 
     def _refuse(self, error: ApiError) -> None:
+        """Says why and takes nothing more; a client that still sends has a moment to read it."""
         running = self._running
-        if (
-            running is None
-            or running.response_complete
-            or (running is self.cycle and not running.response_started)
-        ):
-            body = msgspec.json.encode(error.body())
-            self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                b"connection: close\r\n\r\n%b"
-                % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
-            )
-        self.transport.close()  # without a word when another answer is on its way: this one can't go into it
+        own_body = self._incomplete and not self._head_open and running is self.cycle
+        if running is not None and self._is_serving():
+            if not own_body or running.response_started:
+                self.transport.close()  # another answer is on its way: this one can't go into it
+                return
+            running.disconnected = True
+            running.message_event.set()
+        body = msgspec.json.encode(error.body())
+        self.transport.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b"
+            % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
+        )
+        self._refused = True
+        self.transport.write_eof()
+        self._stop_timer()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 class CorkedTransport:
@@ -146,6 +156,10 @@ class CorkedTransport:
             data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
             self._pending.clear()
             self._transport.write(data)
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
 
     def close(self) -> None:
         self._flush()

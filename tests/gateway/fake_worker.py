@@ -44,6 +44,7 @@ class FakeWorker:
     connections: set[_Client] = field(default_factory=set)
     accepted: int = 0
     draining: bool = False
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
     address: str = ""
     server: asyncio.Server | None = None
 
@@ -188,8 +189,10 @@ class _Client(asyncio.Protocol):
         die_at: int | None = None,
         torn: bool = False,
         stop_at: int | None = None,
+        gate_at: int | None = None,
     ) -> None:
-        """`die_at`: the connection ends there (`torn`: inside a piece); `stop_at`: silence from there on."""
+        """`die_at`: the connection ends there (`torn`: inside a piece); `stop_at`: silence from there on;
+        `gate_at`: silence until the worker's gate is opened."""
         self._write(
             b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncache-control: no-cache\r\n"
             b"transfer-encoding: chunked\r\n\r\n" % content_type
@@ -200,6 +203,8 @@ class _Client(asyncio.Protocol):
                     self._chunk(piece(number)[:9])
                 self.transport.close()
                 return
+            if number == gate_at:
+                await self.worker.gate.wait()
             if number == stop_at:
                 await asyncio.Event().wait()
             self._chunk(piece(number))

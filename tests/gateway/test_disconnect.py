@@ -1,0 +1,148 @@
+"""Client gone → the worker sees it within a second, on every route, at every point; nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import CHAT, Rig, http_post, one_worker, until
+
+PROXIED = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/generate",
+    "/generate_stream",
+    "/tokenize",
+    "/detokenize",
+]
+
+
+async def send(rig: Rig, path: str = CHAT, **fake: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+    writer.write(http_post(json.dumps({"model": "m", "fake": fake}).encode(), path=path))
+    return reader, writer
+
+
+async def leave(rig: Rig, writer: asyncio.StreamWriter, request: int = -1) -> float:
+    """Closes the client's connection; seconds until the worker saw it."""
+    left_at = asyncio.get_running_loop().time()
+    writer.close()
+    await until(lambda: rig.workers[0].requests[request].closed_at)
+    return (rig.workers[0].requests[request].closed_at or 0) - left_at
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_before_the_first_byte_on_every_route(tmp_path: Path, tcp: bool) -> None:
+    async with one_worker(tmp_path, tcp) as rig:
+        for number, path in enumerate(PROXIED, start=1):
+            _, writer = await send(rig, path, do="json", wait=30)
+            await until(lambda count=number: len(rig.workers[0].requests) == count)
+            await asyncio.sleep(0.05)
+            assert await leave(rig, writer) < 1
+        await rig.idle()
+
+
+async def test_after_a_second_of_waiting(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        _, writer = await send(rig, do="json", wait=30)
+        await asyncio.sleep(1)
+        assert await leave(rig, writer) < 1
+        metrics = (await rig.client.get("/metrics")).text
+        assert 'pagefleet_gateway_requests_total{model="m",status="499",target="s.1"} 1.0' in metrics
+
+
+async def test_at_once(tmp_path: Path) -> None:
+    """The client has left before the gateway begins to look for that."""
+    async with one_worker(tmp_path) as rig:
+        _, writer = await send(rig, do="hang")
+        await until(lambda: rig.workers[0].requests)
+        assert await leave(rig, writer) < 1
+
+
+async def test_in_a_stream(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        for fake in ({"do": "sse", "chunks": 10_000, "delay": 0.01}, {"do": "sse", "stop_at": 2}):
+            reader, writer = await send(rig, **fake)
+            await reader.readuntil(b"token")
+            assert await leave(rig, writer) < 1
+        await rig.idle()
+
+
+async def test_with_more_requests_pipelined_behind(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        _, writer = await send(rig, do="hang")
+        writer.write(http_post(b'{"model":"m"}') * 3)
+        await until(lambda: rig.workers[0].requests)
+        await asyncio.sleep(0.1)
+        assert await leave(rig, writer) < 1
+        await rig.idle()
+        assert len(rig.workers[0].requests) == 1
+
+
+async def test_while_the_connection_is_made(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        begun = asyncio.Event()
+        ended = asyncio.Event()
+
+        async def slow(address: str, timeout: float) -> Any:
+            begun.set()
+            try:
+                await asyncio.sleep(30)
+            finally:
+                ended.set()
+
+        rig.app.upstream.connect = slow  # type: ignore[method-assign]
+        _, writer = await send(rig)
+        await begun.wait()
+        writer.close()
+        async with asyncio.timeout(5):
+            await ended.wait()
+        await rig.idle()
+
+
+async def test_in_the_middle_of_its_body(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(http_post(b'{"model":"m"}')[:-5])
+        await asyncio.sleep(0.1)
+        assert rig.server.server_state.tasks
+        writer.close()
+        await until(lambda: not rig.server.server_state.tasks)
+        assert not rig.workers[0].requests
+
+
+async def abort_streams(rig: Rig, count: int) -> None:
+    async def one() -> None:
+        reader, writer = await send(rig, do="sse", chunks=1000, delay=0.05)
+        await reader.readuntil(b"token")
+        writer.close()
+
+    for _ in range(count // 50):
+        await asyncio.gather(*(one() for _ in range(50)))
+    await rig.idle()
+
+
+async def test_2000_aborted_streams_leave_nothing_behind(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        await abort_streams(rig, 200)
+        rig.workers[0].requests.clear()
+        await asyncio.sleep(0.1)
+        tasks = len(asyncio.all_tasks())
+        gc.collect()
+        before = len(gc.get_objects())
+        await abort_streams(rig, 2000)
+        rig.workers[0].requests.clear()
+        await until(lambda: not rig.server.server_state.connections and not rig.app.upstream.open_connections)
+        await until(lambda: len(asyncio.all_tasks()) <= tasks)
+        gc.collect()
+        grown = len(gc.get_objects()) - before
+        assert rig.inflight() == 0
+        assert not rig.server.server_state.tasks
+        assert not rig.workers[0].connections
+        assert grown < 1000, f"{grown} objects more after 2000 aborts"
+        assert (await rig.post()).status_code == 200
