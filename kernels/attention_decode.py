@@ -116,7 +116,8 @@ def _decode_split_kernel(
     p_o = p_out + i_b * stride_ot + o_head[:, None] * stride_oh + i_s * stride_os + o_d[None, :]
     m_o = m_m[:, None] & m_d[None, :]
     if PARTIAL:
-        tl.store(p_o, b_out, mask=m_o & (lo < hi))
+        if lo < hi:
+            tl.store(p_o, b_out, mask=m_o)
         b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), float("-inf"))
         heads = tl.num_programs(1) * GROUP
         tl.store(p_lse + (i_b * heads + o_head) * splits + i_s, b_lse, mask=m_m)

@@ -81,7 +81,7 @@ def _rope_cache_kernel(
         slot = tl.load(p_slots + i_t)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
-        m_h = ((o_h < KV_HEADS) & (page > 0))[:, None]
+        m_h = (o_h < tl.where(page > 0, KV_HEADS, 0))[:, None]  # none in the null page
         p_key = p_k + i_t * stride_kt + o_h[:, None] * stride_kh
         p_cached = p_k_cache + page * stride_kn + o_h[:, None] * stride_knh + offset * stride_kp
         _rotate(p_key, p_cached, b_cos, b_sin, o_r, m_h & m_r[None, :], HALF)
