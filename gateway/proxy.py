@@ -17,10 +17,11 @@ from contracts.errors import ApiError
 from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
 from gateway import errors
 from gateway.asgi import Headers, Message, Receive, Scope, Send
+from gateway.connection import Connection, Timeouts, UpstreamError
 from gateway.inbound import ClientGone, Head, Inbound, parse_body, read_body, read_head
 from gateway.metrics import Metrics
 from gateway.routing import Backend, Router
-from gateway.upstream import Connection, Timeouts, Upstream, UpstreamError
+from gateway.upstream import Upstream
 
 MAX_ATTEMPTS = 4
 WATCH_AFTER = 0.02
@@ -66,11 +67,15 @@ class Proxy:
         except ClientGone:
             call.status = CLIENT_LEFT
         except ApiError as error:
-            call.status = error.status
             if body_read:
-                await errors.send_error(send, error, call.own_headers())
+                await call.refuse(error)
             else:
+                call.status = error.status
                 await _refuse_unread(receive, send, error, call.own_headers())
+        except asyncio.CancelledError:
+            if not call.started:
+                await call.refuse(errors.shutting_down())
+            raise
         finally:
             call.record()
 
@@ -120,6 +125,7 @@ class _Call:
         self.head = head
         self.send = send
         self.status = 500
+        self.started = False
         self.model = ""
         self.backend: Backend | None = None
         self.began = self.ready = time.perf_counter()
@@ -132,6 +138,10 @@ class _Call:
         if self.backend is not None:
             headers += [(_MODEL, self.model.encode("latin-1", "replace")), (_TARGET, self.backend.label)]
         return headers
+
+    async def refuse(self, error: ApiError) -> None:
+        self.status = error.status
+        await errors.send_error(self.send, error, self.own_headers())
 
     def record(self) -> None:
         target = self.backend.target.id if self.backend is not None else ""
@@ -218,7 +228,8 @@ class _Call:
 
     def _failure(self, error: UpstreamError) -> ApiError:
         target = self.backend.target.id if self.backend is not None else ""
-        log.warning("request %s on %s: %s", self.head.request_id.decode(), target, error)
+        level = logging.DEBUG if error.untouched else logging.WARNING
+        log.log(level, "request %s on %s: %s", self.head.request_id.decode(), target, error)
         if error.untouched:
             return errors.model_unavailable(self.model)
         if error.kind == "timeout":
@@ -232,6 +243,7 @@ class _Call:
     async def _relay(self, connection: Connection) -> None:
         """Passes the answer on as it comes. From here on a failure can only be said inside the stream."""
         send = self.send
+        self.started = True
         self.status = connection.status
         headers = connection.headers + self.own_headers()
         stream = None

@@ -154,6 +154,22 @@ async def test_a_body_that_keeps_coming_may_take_longer(tmp_path: Path) -> None:
         writer.close()
 
 
+async def test_what_outlasts_the_drain_limit_is_told_so(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        stream = json.dumps({"model": "m", "fake": {"do": "sse", "stop_at": 2}}).encode()
+        waiting = json.dumps({"model": "m", "fake": {"do": "hang"}}).encode()
+        running = [asyncio.create_task(rig.raw(http_post(body))) for body in (stream, waiting)]
+        await until(lambda: len(rig.workers[0].requests) == 2)
+        rig.server.should_exit = True
+        streamed, waited = await asyncio.gather(*running)
+        assert b"[DONE]" not in streamed
+        event = streamed.split(b"data: ")[-1].split(b"\n\n")[0]
+        assert json.loads(event)["error"]["code"] == "gateway_shutdown"
+        assert answer(waited)[0] == 503
+        assert answer(waited)[1]["code"] == "gateway_shutdown"
+        await until(lambda: all(seen.closed_at for seen in rig.workers[0].requests))
+
+
 # --- the process
 
 
