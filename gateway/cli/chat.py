@@ -29,7 +29,7 @@ class ChatError(Exception):
 @click.option("-p", "--prompt", help="Ask this once, print the answer and end.")
 @click.option("--system", help="System message.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), help="Default: the server's.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.6, show_default=True)
 @click.option("--url", help="Address of the gateway; default: the running fleet's.")
 @click.option("--json", "as_json", is_flag=True, help="With -p: the whole answer as JSON.")
 def chat(
@@ -38,16 +38,14 @@ def chat(
     prompt: str | None,
     system: str | None,
     max_tokens: int,
-    temperature: float | None,
+    temperature: float,
     url: str | None,
     as_json: bool,
 ) -> None:
     """Chat with a model: interactive, or one question with -p."""
     if as_json and prompt is None:
         raise click.UsageError("--json needs -p")
-    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens}
-    if temperature is not None:
-        body["temperature"] = temperature
+    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     with httpx.Client(base_url=url or require_fleet(state).url, timeout=_TIMEOUT, trust_env=False) as client:
         try:

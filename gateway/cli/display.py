@@ -120,6 +120,7 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
             "model": fleet.models[0].name,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "max_tokens": 64,
+            "temperature": 0,
         }
     )
     lines = [

@@ -48,17 +48,14 @@ def _why(host: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    """`` by process 123 (name)``, empty when the system doesn't tell."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections(kind="tcp"):
-            if (
-                connection.status != psutil.CONN_LISTEN
-                or connection.laddr[1:2] != (port,)
-                or connection.pid is None
-            ):
-                continue
-            with contextlib.suppress(psutil.Error):
-                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    """`` by process 123 (name)``, the eldest of those that share the socket; empty when the system doesn't tell."""
+    with contextlib.suppress(psutil.Error, OSError, ValueError):
+        pid = min(
+            connection.pid
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid
+        )
+        return f" by process {pid} ({psutil.Process(pid).name()})"
     return ""
 
 
