@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,29 @@ def run_all(engine: Engine, requests: list[workload.Request], **params: Any) -> 
     return time.perf_counter() - started, tokens
 
 
+def decoding(engine: Engine, batch: int, context: int, steps: int) -> Iterator[float]:
+    """Bring `batch` sequences to about `context` tokens, then yield the end of each step in which all of them
+    decode."""
+    prefill_steps = batch * context // engine.info.max_num_batched_tokens + 2
+    # Those prefilled first decode while the others are prefilled: room for that, and all are ended together.
+    requests = workload.fixed(
+        batch, context - steps // 2, steps + prefill_steps, seed=batch * 100_003 + context
+    )
+    submit(engine, requests)
+    full = 0
+    while full < steps:
+        if len(engine.step()) == batch:
+            full += 1
+            yield time.perf_counter()
+    for request in requests:
+        engine.abort(str(request.id))
+    engine.drain()
+
+
 def decode_ms(engine: Engine, batch: int, context: int, steps: int = 64) -> float:
     """Median time between steps in which all `batch` sequences decode at about `context` tokens."""
-    submit(engine, workload.fixed(batch, context - steps // 2, steps, seed=batch * 100_003 + context))
-    ends = []
-    while engine.has_work:
-        outputs = engine.step()
-        if len(outputs) == batch:
-            ends.append(time.perf_counter())
-    gaps = [b - a for a, b in itertools.pairwise(ends[2:])]
-    return statistics.median(gaps) * 1000
+    ends = list(decoding(engine, batch, context, steps))
+    return statistics.median(b - a for a, b in itertools.pairwise(ends[2:])) * 1000
 
 
 def prefill_ms(engine: Engine, count: int, length: int) -> float:

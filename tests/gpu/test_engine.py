@@ -1,4 +1,5 @@
-"""The engine on the card: float32 agrees with the CPU token by token; graphs agree with eager; bf16 stays close."""
+"""The engine on the card: float32 agrees with the CPU token by token; graphs agree with eager; bf16 stays
+close."""
 
 from __future__ import annotations
 
@@ -45,14 +46,16 @@ def cpu(source: str) -> Iterator[LLM]:
     with LLM(source, device="cpu", kv_cache_memory_bytes="64MiB") as llm:
         for parameter in llm._engine.runner.model.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(3.0)  # larger weights: tokens that differ from each other
+                with torch.inference_mode():
+                    parameter.mul_(3.0)  # larger weights: tokens that differ from each other
         yield llm
 
 
 def on_gpu(cpu: LLM, source: str, **options: object) -> LLM:
     llm = LLM(source, device="cuda", kv_cache_memory_bytes="64MiB", **options)
     for mine, theirs in zip(llm._engine.runner.model.parameters(), cpu._engine.runner.model.parameters()):
-        mine.copy_(theirs)
+        with torch.inference_mode():
+            mine.copy_(theirs)
     return llm
 
 
@@ -105,7 +108,8 @@ def test_graphs_equal_eager(cpu: LLM, source: str, dtype: str):
     with on_gpu(cpu, source, dtype=dtype) as graphs:
         got = tokens(graphs)
     same = sum(a == b for a, b in zip(want, got))
-    # Padding changes the shapes of the products, so the last bit may differ and a near tie may fall the other way.
+    # Padding changes the shapes of the products, so the last bit may differ and a near tie may fall the other
+    # way.
     assert same >= len(want) * 0.7
 
 
@@ -113,7 +117,8 @@ def test_padding_rows_of_a_graph_write_nothing(cpu: LLM, source: str):
     """Batch 5 in a graph of 8: pages nobody holds stay as they are, bit for bit."""
     with on_gpu(cpu, source) as llm:
         pool = llm._engine.runner.kv_cache.pool
-        pool.fill_(torch.nan)
+        with torch.inference_mode():
+            pool.fill_(torch.nan)
         llm.generate(prompts(5), GREEDY)
         scheduler = llm._engine.scheduler
         touched = set(scheduler.pool._hash_of) | {0}

@@ -65,7 +65,8 @@ def test_with_preemption_and_a_pool_full_of_nan(demo_model: Path, prompts: list[
     longest = max(len(p["prompt_ids"]) for p in prompts) + 64
     pages = 1 + 2 * -(-longest // 16)
     with LLM(str(demo_model), num_gpu_blocks_override=pages) as llm:
-        llm._engine.runner.kv_cache.pool.fill_(torch.nan)
+        with torch.inference_mode():
+            llm._engine.runner.kv_cache.pool.fill_(torch.nan)
         check(llm, prompts)
         assert llm.stats.preemptions > 0
 
