@@ -48,7 +48,7 @@ def _why(host: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    """`` by process 123 (name)``, the eldest of those that share the socket; empty when the system doesn't tell."""
+    """`` by process 123 (name)``, the eldest that has the socket; empty when the system does not tell."""
     with contextlib.suppress(psutil.Error, OSError, ValueError):
         pid = min(
             connection.pid
