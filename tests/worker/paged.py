@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from kernels.batch import AttentionBatch
 from worker.model.layers import CausalLM
 
 PAGE = 16
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In short steps, threads that wait for each other cost more than the work they share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class PagedRun:

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tests.worker.paged import PagedRun
+from tests.worker.paged import PagedRun, one_thread
 from worker.model.layers import CausalLM
 from worker.weights.loader import load_model
 from worker.weights.source import resolve_source
@@ -149,12 +149,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """In steps of one token, threads that wait for each other cost more than the work they share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -46,24 +47,41 @@ def load_model(
         SourceError: a tensor is missing, unexpected, of the wrong shape or type, or a file is corrupt.
     """
     config = _with_theta(source.config, rope_theta)
-    model = CausalLM(config, dtype=dtype, device=device, max_model_len=max_model_len)
-    if source.kind == "random":
-        _fill_random(model, seed, progress)
-        return model
-    layout = LAYOUTS[config.architecture]
-    if source.kind == "gguf":
-        header = read_gguf_header(source.path)
-        targets = Targets(config, model.named_parameters, layout.gguf, source.path)
-        _fill(targets, read_gguf(header), sum(t.nbytes for t in header.tensors), progress)
-    else:
-        files = safetensors_files(source.path)
-        targets = Targets(config, model.named_parameters, layout.hf, source.path)
-        _fill(targets, read_safetensors(files), sum(file.stat().st_size for file in files), progress)
+    with _one_thread():
+        model = CausalLM(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        if source.kind == "random":
+            _fill_random(model, seed, progress)
+        else:
+            _fill_from_checkpoint(model, source, progress)
     return model
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Loading is many short copies, which threads don't speed up; where several workers start on few cores
+    they wait for each other at every one (the demo model on two busy cores: 16 s instead of 4)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _with_theta(config: ModelConfig, rope_theta: float | None) -> ModelConfig:
     return config if rope_theta is None else replace(config, rope=replace(config.rope, theta=rope_theta))
+
+
+def _fill_from_checkpoint(model: CausalLM, source: ModelSource, progress: Progress | None) -> None:
+    config, layout = model.config, LAYOUTS[model.config.architecture]
+    if source.kind == "gguf":
+        header = read_gguf_header(source.path)
+        targets = Targets(config, model.named_parameters, layout.gguf, source.path)
+        _fill(targets, read_gguf(header), sum(tensor.nbytes for tensor in header.tensors), progress)
+    else:
+        files = safetensors_files(source.path)
+        targets = Targets(config, model.named_parameters, layout.hf, source.path)
+        _fill(targets, read_safetensors(files), sum(file.stat().st_size for file in files), progress)
 
 
 def _fill(
