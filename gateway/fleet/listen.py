@@ -48,14 +48,12 @@ def _why(host: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    """`` by process 123 (name)``, the eldest that has the socket; empty when the system does not tell."""
-    with contextlib.suppress(psutil.Error, OSError, ValueError):
-        pid = min(
-            connection.pid
-            for connection in psutil.net_connections(kind="tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid
-        )
-        return f" by process {pid} ({psutil.Process(pid).name()})"
+    """`` by process 123 (name)``, empty when the system does not tell."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections(kind="tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,)
+            if listens and connection.pid is not None:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""
 
 
