@@ -54,6 +54,7 @@ class Inbound:
     body: bytes
     model: str
     user: str
+    model_in_query: bool = False  # the body names none, so the worker must be told beside it
 
 
 def read_head(scope: Scope) -> Head:
@@ -104,7 +105,8 @@ async def read_body(receive: Receive, head: Head, max_body: int) -> bytes:
 def parse_body(body: bytes, head: Head, scope: Scope) -> Inbound:
     """Model name and user; ApiError 400 when the body is no JSON object or names no model."""
     wanted = _decode(body)
-    return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope))
+    in_query = not (wanted.model or wanted.model_name)
+    return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope), in_query)
 
 
 def _decode(body: bytes) -> _Wanted:

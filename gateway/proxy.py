@@ -12,6 +12,7 @@ import logging
 import time
 from contextlib import suppress
 from typing import Protocol
+from urllib.parse import quote
 
 from contracts.errors import ApiError
 from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
@@ -152,6 +153,8 @@ class _Call:
         """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
         self.ready = time.perf_counter()
         self.model = self.proxy.router.resolve(inbound.model)
+        if inbound.model_in_query:
+            self.path += b"?model=" + quote(inbound.model, safe="").encode()
         loop = asyncio.get_running_loop()
         watch = self.watch = _ClientWatch(loop, receive)
         try:

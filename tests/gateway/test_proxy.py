@@ -114,6 +114,12 @@ async def test_query_parameters_stay_here(tmp_path: Path) -> None:
         assert rig.workers[0].requests[0].path == CHAT
 
 
+async def test_model_named_in_the_query_alone_reaches_the_worker(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        await rig.post({}, path=CHAT + "?api_key=secret&model=nick")
+        assert rig.workers[0].requests[0].path == CHAT + "?model=nick"
+
+
 BAD_BODIES = [
     (b"", "invalid_json", None),
     (b"  \n", "invalid_json", None),
