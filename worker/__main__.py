@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from worker.config import read_config_or_exit
@@ -21,7 +22,9 @@ def main() -> None:
     # Heavy imports come after the options have been checked: --help and mistakes answer at once.
     from worker.server.lifecycle import run_worker
 
-    sys.exit(run_worker(config))
+    code = run_worker(config)
+    logging.shutdown()
+    os._exit(code)
 
 
 if __name__ == "__main__":

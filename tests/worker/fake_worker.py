@@ -1,11 +1,13 @@
 """`python -m worker` with an engine process that has no model, for tests of the process itself.
 
-Takes `--load-seconds S` before the worker's own options.
+Takes `--find-seconds S` and `--load-seconds S` before the worker's own options: how long each takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 from typing import Any
 
 from tests.worker.fake_engine import CHATML, byte_tokenizer
@@ -22,14 +24,18 @@ def fake_text(source: Any, config: Any) -> TextModel:
 class FakeSource:
     kind = "fake"
 
+    def __init__(self, find_seconds: float) -> None:
+        time.sleep(find_seconds)
+
 
 if __name__ == "__main__":
-    options: list[str] = []
-    if sys.argv[1] == "--load-seconds":
-        options = ["--load-seconds", sys.argv[2]]
-        del sys.argv[1:3]
-    command = [sys.executable, "-m", "tests.worker.fake_engine_process", *options]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--find-seconds", type=float, default=0.0)
+    parser.add_argument("--load-seconds", default="0")
+    times, rest = parser.parse_known_args()
+    sys.argv[1:] = rest
+    command = [sys.executable, "-m", "tests.worker.fake_engine_process", "--load-seconds", times.load_seconds]
     lifecycle.engine_command = lambda spec: command  # type: ignore[assignment]
-    lifecycle.resolve_source = lambda model: FakeSource()  # type: ignore[assignment,return-value]
+    lifecycle.resolve_source = lambda model: FakeSource(times.find_seconds)  # type: ignore[assignment,return-value]
     lifecycle.TextModel.load = fake_text  # type: ignore[method-assign,assignment]
     main()

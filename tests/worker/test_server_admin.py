@@ -99,6 +99,14 @@ async def test_admin_is_for_this_machine_only(path: str, peer: str, allowed: boo
     assert state.gate.draining == (allowed and path == "drain")
 
 
+async def test_admin_is_not_for_pages_in_a_browser() -> None:
+    state = make_state()
+    async with in_process(state) as client:
+        answer = await client.post("/admin/drain", headers={"origin": "https://example.com"})
+    assert answer.status_code == 404
+    assert not state.gate.draining
+
+
 async def test_reset_prefix_cache_reaches_the_engine() -> None:
     engine = FakeEngine()
     async with in_process(make_state(engine)) as client:

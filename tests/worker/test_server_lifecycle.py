@@ -164,6 +164,13 @@ def test_serves_health_and_progress_while_it_loads(tmp_path: Path) -> None:
         assert not engine.is_running()
 
 
+def test_sigterm_does_not_wait_for_a_download(tmp_path: Path) -> None:
+    with worker(tmp_path, before=("--find-seconds", "300"), ready=False) as finding:
+        finding.wait_status("/ready", 503)
+        finding.process.terminate()
+        assert finding.exit()[0] == 0
+
+
 def test_sigterm_finishes_streams_refuses_new_requests_and_exits_0(tmp_path: Path) -> None:
     with worker(tmp_path) as running:
         engine = running.engine()

@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Generator
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from worker.config import EXIT_INVALID, WorkerConfig
 from worker.ipc.client import EngineClient, EngineDead, engine_command
 from worker.ipc.messages import EngineStats
 from worker.server.app import create_app
+from worker.server.listen import BindError, address, bind
 from worker.server.state import ServerState
 from worker.server.text_model import TextModel
 from worker.weights.source import resolve_source
@@ -33,62 +33,6 @@ EXIT_OK, EXIT_FAILED = 0, 1
 KEEP_ALIVE_SECONDS = 90  # longer than any gateway keeps an idle connection, so the gateway closes first
 _ANSWER_SECONDS = 5.0  # for error answers to leave before the process does
 _STATS_SECONDS = 10.0
-
-
-class BindError(RuntimeError):
-    """The address can't be listened on; the message says why."""
-
-
-def bind(config: WorkerConfig) -> socket.socket:
-    """The listening socket. BindError when the address is taken or can't be had.
-
-    A Unix socket that a dead process left behind is replaced; one that answers is not.
-    """
-    if config.uds:
-        return _bind_unix(Path(config.uds))
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        raise BindError(
-            f"can't listen on {config.host} port {config.port}: {error.strerror}; choose another --port"
-        ) from error
-    return _listening(sock)
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket() and not _answers(path):
-            path.unlink()
-        sock.bind(str(path))
-        path.chmod(0o660)
-    except OSError as error:
-        sock.close()
-        raise BindError(f"can't listen on {path}: {error.strerror or error}; choose another --uds") from error
-    return _listening(sock)
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-    return True
-
-
-def _listening(sock: socket.socket) -> socket.socket:
-    # A long queue: a worker busy with one turn of its loop must not make connections fail.
-    sock.listen(2048)
-    sock.setblocking(False)
-    return sock
 
 
 class HttpServer(uvicorn.Server):
@@ -124,7 +68,7 @@ class WorkerProcess:
             tasks.append(asyncio.create_task(self._watch_parent(self.config.parent_pid), name="parent"))
         if not self.config.disable_log_stats:
             tasks.append(asyncio.create_task(self._log_stats(), name="stats"))
-        log.info("listening on %s", _address(self._sock))
+        log.info("listening on %s", address(self._sock))
         try:
             return await self._exit_code
         finally:
@@ -284,13 +228,11 @@ def uvicorn_config(state: ServerState) -> uvicorn.Config:
     )
 
 
-def _address(sock: socket.socket) -> str:
-    name = sock.getsockname()
-    return f"unix:{name}" if isinstance(name, str) else f"http://{name[0]}:{name[1]}"
-
-
 def run_worker(config: WorkerConfig) -> int:
-    """Serve as `config` says until told to stop; the exit code."""
+    """Serve as `config` says until told to stop; the exit code.
+
+    Threads may still be at work when it returns: the caller ends the process without waiting for them.
+    """
     try:
         sock = bind(config)
     except BindError as error:
@@ -298,8 +240,8 @@ def run_worker(config: WorkerConfig) -> int:
         return EXIT_FAILED
     import uvloop
 
-    with asyncio.Runner(loop_factory=partial(uvloop.new_event_loop)) as runner:
-        code = runner.run(_run(config, sock))
+    # The runner is not closed: it would wait for threads, and one may be deep in a download or a long prompt.
+    code = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_run(config, sock))
     if config.uds:
         Path(config.uds).unlink(missing_ok=True)
     return code
