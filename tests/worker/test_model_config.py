@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
 
 from worker.model.config import (
@@ -194,6 +196,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mixed windows": (QWEN25, {"use_sliding_window": True, "max_window_layers": 14}, "sliding-window"),
     "dtype": (LLAMA31, {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     "heads": (LLAMA31, {"num_key_value_heads": 5}, "32 attention heads"),
+    "no key/value heads": (QWEN25, {"num_key_value_heads": None}, "num_key_value_heads"),
+    "head size": (LLAMA31, {"hidden_size": 4100}, "head_dim"),
+    "huge": (LLAMA31, {"num_hidden_layers": 10**400}, "num_hidden_layers"),
     "negative": (LLAMA31, {"hidden_size": -1}, "hidden_size"),
     "missing": (LLAMA31, {"vocab_size": None}, "vocab_size"),
     "text": (LLAMA31, {"num_hidden_layers": "32"}, "num_hidden_layers"),
@@ -206,6 +211,33 @@ def test_refused_by_name(case: str) -> None:
     base, changes, message = REFUSED[case]
     with pytest.raises(UnsupportedModel, match=message):
         config_from_hf({**base, **changes})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    base=st.sampled_from([LLAMA31, QWEN25, PHI3_128K]),
+    data=st.data(),
+)
+def test_no_value_does_more_than_be_refused(base: dict[str, Any], data: st.DataObject) -> None:
+    key = data.draw(
+        st.sampled_from([*base, "rope_parameters", "layer_types", "dtype", "partial_rotary_factor"])
+    )
+    inner = base.get(key)
+    value: Any = data.draw(json_values)
+    if isinstance(inner, dict) and data.draw(st.booleans()):
+        value = {**inner, data.draw(st.sampled_from(list(inner))): value}
+    try:
+        config = config_from_hf({**base, key: value})
+    except UnsupportedModel:
+        return
+    assert config.rope.rot_dim <= config.head_dim
 
 
 GGUF = {

@@ -26,6 +26,8 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_hidden_layers": 1,
     "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
 GGUF_METADATA = {

@@ -5,15 +5,17 @@ Whatever the layers can't compute is refused here, by name: a model that answers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
 
 if TYPE_CHECKING:
     import torch
 
 Architecture = Literal["llama", "qwen2", "phi3"]
+
+_MAX_INTEGER: Final = 2**31 - 1
+_MAX_NUMBER: Final = 1e30
 
 
 class UnsupportedModel(ValueError):
@@ -118,6 +120,10 @@ def token_ids(value: Any) -> tuple[int, ...]:
     )
 
 
+def _is_positive(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _MAX_NUMBER
+
+
 class Fields:
     """Checked reading of numbers: a null counts as absent, an error names the key."""
 
@@ -127,15 +133,15 @@ class Fields:
     def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise UnsupportedModel(f"{self.prefix}{key} must be a whole number from {low}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MAX_INTEGER:
+            raise UnsupportedModel(f"{self.prefix}{key} must be a whole number from {low}, not {value!r:.80}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise UnsupportedModel(f"{self.prefix}{key} must be a positive number, not {value!r}")
+        if not _is_positive(value):
+            raise UnsupportedModel(f"{self.prefix}{key} must be a positive number, not {value!r:.80}")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -147,6 +153,6 @@ class Fields:
 
     def numbers(self, key: str) -> tuple[float, ...]:
         values = self.values.get(key)
-        if not isinstance(values, list) or not all(isinstance(v, (int, float)) and v > 0 for v in values):
+        if not isinstance(values, list) or not all(_is_positive(v) for v in values):
             raise UnsupportedModel(f"{self.prefix}{key} must be a list of positive numbers")
         return tuple(float(v) for v in values)

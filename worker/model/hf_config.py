@@ -38,10 +38,13 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Read a config.json as transformers 4 or 5 writes it. Raises UnsupportedModel."""
     name = _class(config)
     architecture = HF_ARCHITECTURES[name]
-    _refuse_hf(config, architecture)
+    _refuse(config)
     fields = Fields(config)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", hidden // heads)
+    head_dim = fields.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
+    all_heads = (
+        heads if architecture in ("llama", "phi3") else None
+    )  # what a missing num_key_value_heads means
     llama_bias = name == "LlamaForCausalLM" and bool(config.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
@@ -49,12 +52,12 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        num_kv_heads=fields.integer("num_key_value_heads", all_heads),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(config, fields, head_dim, architecture),
-        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=llama_bias or architecture == "qwen2",
         output_bias=llama_bias,
@@ -70,14 +73,14 @@ def _class(config: Mapping[str, Any]) -> str:
         _MODEL_TYPES.get(str(config.get("model_type")), config.get("model_type"))
     ]
     name = named[0] if isinstance(named, list) else named
-    if name not in HF_ARCHITECTURES:
+    if not isinstance(name, str) or name not in HF_ARCHITECTURES:
         raise UnsupportedModel(
             f"architecture {name!r} is not supported; supported: {', '.join(HF_ARCHITECTURES)}"
         )
-    return str(name)
+    return name
 
 
-def _refuse_hf(config: Mapping[str, Any], architecture: Architecture) -> None:
+def _refuse(config: Mapping[str, Any]) -> None:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise UnsupportedModel(
@@ -88,30 +91,29 @@ def _refuse_hf(config: Mapping[str, Any], architecture: Architecture) -> None:
         raise UnsupportedModel(f"hidden_act {activation!r} is not supported; supported: silu")
     if config.get("mlp_bias"):
         raise UnsupportedModel("mlp_bias is not supported")
-    partial = (config.get("rope_parameters") or config).get("partial_rotary_factor") or 1.0
-    if partial != 1.0 and architecture != "phi3":
-        raise UnsupportedModel(
-            f"partial_rotary_factor {partial} is supported for phi3 only, not {architecture}"
-        )
 
 
 def _window(config: Mapping[str, Any], fields: Fields, name: str) -> int | None:
-    if not config.get("sliding_window"):
-        return None
-    window, layers = fields.integer("sliding_window"), fields.integer("num_hidden_layers")
     if name == "LlamaForCausalLM":
         return None  # the class has no such field and ignores it
+    unused = name == "Qwen2ForCausalLM" and not config.get("use_sliding_window")
+    if unused or config.get("sliding_window", 0) is None:
+        return None
+    defaults = {"MistralForCausalLM": 4096, "Qwen2ForCausalLM": 4096, "Phi3ForCausalLM": 0}
+    window = fields.integer("sliding_window", defaults[name], low=0) or None
     if name != "Qwen2ForCausalLM":
         return window
-    if not config.get("use_sliding_window"):
-        return None
-    full = fields.integer("max_window_layers", 28, low=0)  # layers below this attend to everything
-    kinds = config.get("layer_types") or [
-        "full_attention" if i < full else "sliding_attention" for i in range(layers)
-    ]
-    if len(set(kinds)) > 1:
+    layers = fields.integer("num_hidden_layers")
+    first_sliding = fields.integer("max_window_layers", 28, low=0)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        full = all(kind == "full_attention" for kind in kinds)
+        sliding = all(kind == "sliding_attention" for kind in kinds)
+    else:
+        full, sliding = first_sliding >= layers, first_sliding == 0
+    if full == sliding:
         raise UnsupportedModel("sliding-window and full attention mixed over the layers is not supported")
-    return window if kinds[0] == "sliding_attention" else None
+    return window if sliding else None
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
@@ -127,8 +129,14 @@ def _rope(config: Mapping[str, Any], fields: Fields, head_dim: int, architecture
         raise UnsupportedModel("rope_parameters that differ by layer are not supported")
     defaults = {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
     rope = Fields({**defaults, **values}, "rope ")
-    rot_dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
-    return RopeConfig(rope.number("rope_theta", 10_000.0), rot_dim, _scaling(rope, fields, architecture))
+    partial = rope.number("partial_rotary_factor", 1.0)
+    if partial != 1.0 and architecture != "phi3":
+        raise UnsupportedModel(
+            f"partial_rotary_factor {partial} is supported for phi3 only, not {architecture}"
+        )
+    return RopeConfig(
+        rope.number("rope_theta", 10_000.0), int(head_dim * partial), _scaling(rope, fields, architecture)
+    )
 
 
 def _scaling(rope: Fields, fields: Fields, architecture: Architecture) -> RopeScaling | None:
@@ -137,10 +145,10 @@ def _scaling(rope: Fields, fields: Fields, architecture: Architecture) -> RopeSc
         return None
     if kind == "linear":
         return LinearScaling(rope.number("factor"))
-    max_position = fields.integer("max_position_embeddings", 2048)
+    max_position = fields.integer("max_position_embeddings")
     # A value beside the rope parameters wins over one inside, as in transformers.
-    inside = rope.integer("original_max_position_embeddings", max_position)
-    original = fields.integer("original_max_position_embeddings", inside)
+    inside = rope.integer("original_max_position_embeddings", max_position, low=2)
+    original = fields.integer("original_max_position_embeddings", inside, low=2)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low >= high:
