@@ -12,7 +12,6 @@ from worker.model.config import ModelConfig
 from worker.model.layers import CausalLM
 from worker.model.registry import LAYOUTS
 from worker.weights.gguf_header import read_gguf_header
-from worker.weights.gguf_tensors import read_gguf
 from worker.weights.random_weights import fill_random
 from worker.weights.safetensors_files import read_safetensors, safetensors_files
 from worker.weights.source import ModelSource
@@ -75,6 +74,9 @@ def _with_theta(config: ModelConfig, rope_theta: float | None) -> ModelConfig:
 def _fill_from_checkpoint(model: CausalLM, source: ModelSource, progress: Progress | None) -> None:
     config, layout = model.config, LAYOUTS[model.config.architecture]
     if source.kind == "gguf":
+        # Not at the top: the gguf library takes a quarter of a second that other kinds needn't pay.
+        from worker.weights.gguf_tensors import read_gguf
+
         header = read_gguf_header(source.path)
         targets = Targets(config, model.named_parameters, layout.gguf, source.path)
         _fill(targets, read_gguf(header), sum(tensor.nbytes for tensor in header.tensors), progress)
