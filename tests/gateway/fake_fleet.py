@@ -32,10 +32,10 @@ class FakeCommands:
 
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         place = ["--uds", str(uds), "--slot", slot.name, "--generation", str(generation)]
-        return [sys.executable, SCRIPT, "worker", slot.entry.name, *place]
+        return [sys.executable, "-I", "-S", SCRIPT, "worker", slot.entry.name, *place]
 
     def gateway(self, config: Path, routes: Path, fd: int) -> list[str]:
-        return [sys.executable, SCRIPT, "gateway", self._gateway, "--fd", str(fd)]
+        return [sys.executable, "-I", "-S", SCRIPT, "gateway", self._gateway, "--fd", str(fd)]
 
 
 if __name__ == "__main__":

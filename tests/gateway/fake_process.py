@@ -42,6 +42,8 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
         while request := await reader.readline():
             while (await reader.readline()).strip():
                 pass
+            if options.behaviour == "busy" and b"/health" in request:
+                await asyncio.sleep(0.7)
             status, body = answer(request.split()[1].decode(), options)
             data = json.dumps(body).encode()
             writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)

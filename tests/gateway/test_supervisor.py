@@ -172,6 +172,14 @@ async def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
         assert "made no progress" in (errors[0] or "")
 
 
+async def test_a_busy_worker_that_answers_late_is_left_alone(tmp_path: Path) -> None:
+    """Probes that take most of the limit again and again don't add up."""
+    async with running(fleet_file(tmp_path, "busy")) as fleet:
+        await fleet.until_state("busy-0", "ready")
+        await asyncio.sleep(2.5)
+        assert (fleet.unit("busy-0").state, fleet.unit("busy-0").generation) == ("ready", 1)
+
+
 async def test_somebody_else_on_the_socket_is_not_taken_for_the_worker(tmp_path: Path) -> None:
     async with running(fleet_file(tmp_path, "impostor")) as fleet:
         await fleet.until(lambda: fleet.unit("impostor-0").error is not None)
