@@ -105,16 +105,18 @@ def _kill_group(group: int) -> bool:
 
 @pytest.fixture(scope="session")
 def worker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    arguments = [
-        "--model",
-        str(demo_model),
-        "--served-model-name",
-        MODEL,
-        "--max-model-len",
-        str(MAX_MODEL_LEN),
-    ]
+    options = {
+        "model": str(demo_model),
+        "served-model-name": MODEL,
+        "max-model-len": str(MAX_MODEL_LEN),
+        "kv-cache-memory-bytes": "128MiB",
+        # On a machine that others use as well, two threads wait for each other more than they help.
+        "threads": "1",
+        "shutdown-timeout": "10s",
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
     log = tmp_path_factory.mktemp("worker") / "log"
-    with served("worker", [*arguments, "--shutdown-timeout", "10s"], free_port(), log) as process:
+    with served("worker", arguments, free_port(), log) as process:
         yield process
 
 

@@ -14,7 +14,7 @@ from tests.conformance.conftest import MODEL, Served, wait_until_idle
 pytestmark = pytest.mark.model
 
 QUESTION: list[Any] = [{"role": "user", "content": "Name three colours."}]
-BASE: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 10, "temperature": 0}
+BASE: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "temperature": 0}
 
 
 def stream(client: OpenAI, **options: Any) -> list[Any]:
@@ -33,7 +33,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 def test_chunks_add_up_to_the_whole_answer(client: OpenAI) -> None:
     chunks = stream(client)
     assert text_of(chunks) == whole(client).choices[0].message.content
-    assert len(chunks) > 5
+    assert len(chunks) > 4
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
     assert len({chunk.created for chunk in chunks}) == 1
@@ -73,11 +73,13 @@ def test_n_answers_side_by_side(client: OpenAI) -> None:
 def test_characters_of_several_bytes_are_never_broken(
     client: OpenAI, references: dict[str, Any], name: str
 ) -> None:
-    options: dict[str, Any] = {"messages": references[name]["messages"], "max_tokens": 16}
+    options: dict[str, Any] = {"messages": references[name]["messages"], "max_tokens": 12}
     chunks = stream(client, **options)
     expected = whole(client, **options).choices[0].message.content
     assert text_of(chunks) == expected
-    assert "\ufffd" not in expected
+    # Only what the length limit cuts off may be half a character, and it comes last.
+    *before, _ = [chunk for chunk in chunks if chunk.choices[0].delta.content]
+    assert "\ufffd" not in text_of(before)
 
 
 def test_stop_string_is_never_seen_in_part(client: OpenAI) -> None:
@@ -97,21 +99,26 @@ def test_logprobs_stream_with_their_text(client: OpenAI) -> None:
         if choice.logprobs and choice.logprobs.content
         for token in choice.logprobs.content
     ]
-    assert len(tokens) == 10
+    assert len(tokens) == 8
     assert b"".join(bytes(token.bytes) for token in tokens).decode() == text_of(chunks)
     expected = whole(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [token.token for token in tokens] == [token.token for token in expected]
 
 
 def test_accumulator_of_the_sdk(client: OpenAI) -> None:
-    with client.chat.completions.stream(**BASE, logprobs=True) as events:
+    text = whole(client).choices[0].message.content
+    # The SDK's helper takes an answer that ends by its length for a failure.
+    options = {**BASE, "stop": text[8:12], "logprobs": True}
+    with client.chat.completions.stream(**options) as events:
         deltas = [event.delta for event in events if event.type == "content.delta"]
         final = events.get_final_completion()
-    expected = whole(client, logprobs=True)
+    expected = client.chat.completions.create(**options)
     assert "".join(deltas) == final.choices[0].message.content == expected.choices[0].message.content
-    assert final.choices[0].finish_reason == expected.choices[0].finish_reason
+    assert final.choices[0].finish_reason == expected.choices[0].finish_reason == "stop"
     assert final.choices[0].logprobs is not None
-    assert len(final.choices[0].logprobs.content or []) == 10
+    assert expected.choices[0].logprobs is not None
+    tokens = [token.token for token in final.choices[0].logprobs.content or []]
+    assert tokens == [token.token for token in expected.choices[0].logprobs.content or []]
 
 
 def test_streaming_response_of_the_sdk(client: OpenAI) -> None:

@@ -151,6 +151,14 @@ def test_begin_and_end_tokens_as_the_file_says(make: Any, add_bos: bool | None, 
     assert tokenizer.encode("hello") == expected_bos + plain + expected_eos
 
 
+def test_begin_token_with_a_colon_in_it() -> None:
+    metadata = byte_level_metadata(add_bos_token=True)
+    metadata["tokenizer.ggml.tokens"][-3] = "<|end:1|>"
+    metadata["tokenizer.ggml.bos_token_id"] = len(metadata["tokenizer.ggml.tokens"]) - 3
+    tokenizer = build(metadata)
+    assert tokenizer.encode("a") == [metadata["tokenizer.ggml.bos_token_id"], *tokenizer.encode("a", False)]
+
+
 def test_special_and_user_defined_tokens() -> None:
     tokenizer = byte_level()
     user, end, tool = (tokenizer.encode(t, False) for t in ("<|user|>", "<|end|>", "<tool>"))

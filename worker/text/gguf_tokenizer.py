@@ -73,6 +73,8 @@ PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
     "tekken": PreTokenizer((_o200k(r"\p{N}"),), ignore_merges=True, add_bos=True),
 }  # fmt: skip
 
+_LONGEST_PIECE: Final = 256  # in merging; SentencePiece's own limit is 16 by default
+
 # What ends a turn in the chat formats of the families served; many files name only one of two such tokens as
 # EOS.
 _TURN_ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
@@ -115,8 +117,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 def set_template(backend: Tokenizer, first: str | None, last: str | None) -> None:
     """Make `encode(add_special_tokens=True)` put exactly these tokens before and after the text."""
-    single = [*([first] if first else []), "$A", *([last] if last else [])]
-    specials = [(text, backend.token_to_id(text)) for text in dict.fromkeys((first, last)) if text]
+    around = {"first": first, "last": last}  # names, because a token's text may hold the colon of "name:type"
+    specials = [
+        {"id": name, "ids": [backend.token_to_id(text)], "tokens": [text]}
+        for name, text in around.items()
+        if text
+    ]
+    single = [*(["first"] if first else []), "$A", *(["last"] if last else [])]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
 
 
@@ -206,7 +213,8 @@ def _merges_from_scores(fields: _Fields) -> list[tuple[str, str]]:
         raise TokenizerError(
             "the GGUF file's SentencePiece tokenizer needs a score for each token (tokenizer.ggml.scores)"
         )
-    ids = {fields.tokens[token]: token for token in fields.ids_of_type(NORMAL)}
+    texts = ((fields.tokens[token], token) for token in fields.ids_of_type(NORMAL))
+    ids = {text: token for text, token in texts if len(text) <= _LONGEST_PIECE}
     merges: list[tuple[str, str]] = []
     for text in sorted(ids, key=lambda text: (-float(scores[ids[text]]), ids[text])):
         pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
@@ -218,9 +226,7 @@ def _merges_from_scores(fields: _Fields) -> list[tuple[str, str]]:
 def _bpe(fields: _Fields, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=fields.vocabulary(), merges=merges, **options)
-    except (
-        Exception
-    ) as error:  # `tokenizers` raises bare Exception, e.g. for a merge whose result isn't a token
+    except Exception as error:  # the library raises no other: a merge's result may not be a token
         raise TokenizerError(f"the GGUF file's merges don't fit its vocabulary: {error}") from error
 
 
