@@ -50,7 +50,7 @@ def test_the_worker_reads_its_command_line_as_the_file_said(
     (slot,) = slots_of(load_fleet(path))
     argv = Commands(parent=4242, drain_timeout=7.5).worker(slot, 3, Path("/run/m.sock"))
     assert argv[:4] == [sys.executable, "-P", "-m", "worker"]
-    config = read_config(argv[4:], environ={})
+    config = read_config(argv[4:])
     assert {name: getattr(config, name) for name in WorkerOptions.model_fields} == dict(slot.entry.worker)
     assert (config.model, config.served_model_name, config.uds) == ("o/n", ("m", "x"), "/run/m.sock")
     assert (config.slot, config.generation, config.parent_pid) == ("m-0", 3, 4242)
