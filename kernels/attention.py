@@ -51,21 +51,22 @@ def paged_attention(
 def paged_attention_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int = 0
 ) -> Tensor:
-    """`paged_attention`, a row and a head at a time, in float64 rounded once; rows of no sequence are 0."""
+    """`paged_attention`, a sequence at a time, in float64 rounded once; rows of no sequence are 0."""
     out = torch.zeros_like(q)
     page_size = k_cache.shape[2]
     group = q.shape[1] // k_cache.shape[1]
     starts = batch.query_starts.tolist()
     for i, length in enumerate(batch.seq_lens.tolist()):
-        for row in range(starts[i], starts[i + 1]):
-            position = length - (starts[i + 1] - row)
-            first = max(0, position - sliding_window + 1) if sliding_window else 0
-            seen = range(first, position + 1)
-            pages = [int(batch.block_tables[i, p // page_size]) for p in seen]
-            offsets = [p % page_size for p in seen]
-            for head in range(q.shape[1] if len(seen) else 0):
-                keys = k_cache[pages, head // group, offsets].double()
-                values = v_cache[pages, head // group, offsets].double()
-                weights = torch.softmax(keys @ q[row, head].double() * scale, dim=0)
-                out[row, head] = (weights @ values).to(q.dtype)
+        if length == 0:
+            continue
+        rows = slice(starts[i], starts[i + 1])
+        positions = torch.arange(length, device=q.device)
+        pages, offsets = batch.block_tables[i].long()[positions // page_size], positions % page_size
+        keys = k_cache[pages, :, offsets].double().repeat_interleave(group, dim=1)  # [S, Hq, D]
+        values = v_cache[pages, :, offsets].double().repeat_interleave(group, dim=1)
+        distance = positions[length - (rows.stop - rows.start) :, None] - positions
+        visible = (distance >= 0) & (distance < (sliding_window or length))
+        scores = torch.einsum("nhd,shd->hns", q[rows].double(), keys) * scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=2)
+        out[rows] = torch.einsum("hns,shd->nhd", weights, values).to(q.dtype)
     return out

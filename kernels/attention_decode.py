@@ -16,17 +16,78 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import pdl
 from kernels.batch import AttentionBatch
+from kernels.pdl import begin
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 64
-PROGRAMS_PER_SM = 4  # two waves of two resident programs, so that uneven lengths even out
+PROGRAMS_PER_SM = 3  # what registers (about 160 a thread on sm_90) leave room for: one full wave
+
+
+@triton.jit
+def _decode_range(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    p_k_head,
+    p_v_head,
+    p_table,
+    m_d,
+    lo,
+    hi,
+    first,
+    scale_log2,
+    stride_kn,
+    stride_kp,
+    stride_vn,
+    stride_vp,
+    PAGE_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys lo..hi. Unmasked: whole blocks, all visible and in pages that the sequence owns."""
+    for i_n in range(lo, hi, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        b_slot = o_n % PAGE_SIZE
+        if MASKED:
+            m_n = (o_n >= first) & (o_n < hi)
+            b_page = tl.load(p_table + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
+            m_n = m_n & (b_page > 0)
+            m_nd = m_n[:, None] & m_d[None, :]
+            b_k = tl.load(p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None], mask=m_nd, other=0.0)
+            b_v = tl.load(p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None], mask=m_nd, other=0.0)
+        else:
+            b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
+            p_keys = p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None]
+            p_values = p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None]
+            if EVEN_D:
+                b_k, b_v = tl.load(p_keys), tl.load(p_values)
+            else:
+                b_k = tl.load(p_keys, mask=m_d[None, :], other=0.0)
+                b_v = tl.load(p_values, mask=m_d[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
+        if MASKED:
+            b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_shrink = tl.exp2(b_max - b_safe)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+        b_acc = b_acc * b_shrink[:, None]
+        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+        b_max = b_new
+    return b_acc, b_max, b_sum
 
 
 @triton.jit(do_not_specialize=["stride_table", "splits"])
@@ -61,9 +122,11 @@ def _decode_split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    i_b = tl.program_id(0).to(tl.int64)
-    i_h = tl.program_id(1)
+    begin(PDL)
+    i_h = tl.program_id(0)
+    i_b = tl.program_id(1).to(tl.int64)
     i_s = tl.program_id(2)
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
@@ -92,25 +155,23 @@ def _decode_split_kernel(
     p_table = p_block_tables + i_b * stride_table
     p_k_head = p_k + i_h.to(tl.int64) * stride_kh + o_d[None, :]
     p_v_head = p_v + i_h.to(tl.int64) * stride_vh + o_d[None, :]
-    for i_n in range(lo, hi, BLOCK_N):
-        o_n = i_n + tl.arange(0, BLOCK_N)
-        m_n = (o_n >= first) & (o_n < hi)
-        b_page = tl.load(p_table + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
-        m_n = m_n & (b_page > 0)
-        b_slot = o_n % PAGE_SIZE
-        m_nd = m_n[:, None] & m_d[None, :]
-        b_k = tl.load(p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None], mask=m_nd, other=0.0)
-        b_v = tl.load(p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None], mask=m_nd, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_safe[:, None])
-        b_shrink = tl.exp2(b_max - b_safe)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
-        b_max = b_new
+    EVEN_D: tl.constexpr = HEAD_DIM == BLOCK_D
+    full_lo = lo
+    if WINDOW > 0:
+        full_lo = tl.minimum(tl.maximum(lo, (first + BLOCK_N - 1) // BLOCK_N * BLOCK_N), tl.maximum(hi, lo))
+        b_acc, b_max, b_sum = _decode_range(
+            b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, m_d, lo, full_lo, first, scale_log2,
+            stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, PRECISION, BLOCK_N, EVEN_D, True,
+        )  # fmt: skip
+    full_hi = tl.maximum(full_lo, hi // BLOCK_N * BLOCK_N)
+    b_acc, b_max, b_sum = _decode_range(
+        b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, m_d, full_lo, full_hi, first, scale_log2,
+        stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, PRECISION, BLOCK_N, EVEN_D, False,
+    )  # fmt: skip
+    b_acc, b_max, b_sum = _decode_range(
+        b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, m_d, full_hi, hi, first, scale_log2,
+        stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, PRECISION, BLOCK_N, EVEN_D, True,
+    )  # fmt: skip
 
     b_out = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
     p_o = p_out + i_b * stride_ot + o_head[:, None] * stride_oh + i_s * stride_os + o_d[None, :]
@@ -119,7 +180,7 @@ def _decode_split_kernel(
         if lo < hi:
             tl.store(p_o, b_out, mask=m_o)
         b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), float("-inf"))
-        heads = tl.num_programs(1) * GROUP
+        heads = tl.num_programs(0) * GROUP
         tl.store(p_lse + (i_b * heads + o_head) * splits + i_s, b_lse, mask=m_m)
     else:
         tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_o)
@@ -137,7 +198,9 @@ def _decode_combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     i_b = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     o_s = tl.arange(0, BLOCK_S)
@@ -156,6 +219,12 @@ def _decode_combine_kernel(
     b_total = tl.sum(b_weight, axis=0)
     b_out = tl.sum(b_x * b_weight[:, None], axis=0) / tl.where(b_total > 0.0, b_total, 1.0)
     tl.store(p_out + i_b * stride_ot + i_h * stride_oh + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+
+
+class Tile(NamedTuple):
+    block_n: int
+    warps: int
+    stages: int
 
 
 @functools.cache
@@ -180,6 +249,7 @@ def decode_attention_triton(
     sliding_window: int,
     out: Tensor,
     splits: int | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Attention of the batch's first num_decodes rows: q [T, Hq, D] -> the same rows of out [T, Hq, D].
 
@@ -192,12 +262,15 @@ def decode_attention_triton(
         sliding_window: tokens visible to a query, itself included; 0: all.
         out: contiguous.
         splits: programs a context; default: from the batch's shape and the device.
+        tile: how a program walks it; default: by type and head size.
     """
     num_seqs = batch.num_decodes
     _, q_heads, dim = q.shape
     kv_heads, page_size = k_cache.shape[1:3]
     exact = q.dtype == torch.float32
-    block_n = 32 if exact or dim > 128 else 64
+    if tile is None:
+        tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 3)
+    block_n = tile.block_n
     context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
     if splits is None:
         splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(q.device))
@@ -208,7 +281,7 @@ def decode_attention_triton(
         partial = torch.empty((num_seqs, q_heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_seqs, q_heads, splits), dtype=torch.float32, device=q.device)
         strides = (partial.stride(0), partial.stride(1), partial.stride(2))
-    _decode_split_kernel[(num_seqs, kv_heads, splits)](
+    _decode_split_kernel[(kv_heads, num_seqs, splits)](
         q,
         k_cache,
         v_cache,
@@ -233,7 +306,7 @@ def decode_attention_triton(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=4,
-        num_stages=3,
+        num_stages=4,
     )
     if splits > 1:
         _decode_combine_kernel[(num_seqs, q_heads)](
@@ -247,4 +320,5 @@ def decode_attention_triton(
             BLOCK_S=max(16, triton.next_power_of_2(splits)),
             BLOCK_D=block_d,
             num_warps=4,
+            **pdl.launch(q.device),
         )

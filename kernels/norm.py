@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import pdl
+from kernels.pdl import begin
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -29,7 +32,9 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < HIDDEN
@@ -65,6 +70,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         BLOCK=block,
         ADD=residual is not None,
         num_warps=min(max(block // 512, 1), 16),
+        **pdl.launch(x.device),
     )
     return out
 

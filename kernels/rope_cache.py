@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import pdl
 from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
+from kernels.pdl import begin
 
 BLOCK_H = 4  # heads a program: few enough that one token still spreads over several multiprocessors
 
@@ -63,7 +65,9 @@ def _rope_cache_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     i_t = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
@@ -130,6 +134,7 @@ def rope_and_cache_triton(
         BLOCK_R=triton.next_power_of_2(half),
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=2,
+        **pdl.launch(q.device),
     )
     return q
 

@@ -1,8 +1,8 @@
 """The Triton kernels, interpreted on the CPU, in a process where other tests use torch or compiled kernels.
 
-`triton.jit` decides at decoration whether a function is interpreted. So a second copy of the package is imported
-with TRITON_INTERPRET set, sys.modules and the environment being left as they were; and while a test runs, the
-functions of triton.language that are themselves written in Triton (sum, max, …) are interpreted too.
+`triton.jit` decides at decoration whether a function is interpreted. So a second copy of the package is
+imported with TRITON_INTERPRET set, sys.modules and the environment being left as they were; and while a test
+runs, the functions of triton.language that are themselves written in Triton (sum, max) are interpreted too.
 """
 
 from __future__ import annotations

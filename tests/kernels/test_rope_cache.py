@@ -130,7 +130,7 @@ def test_angles_stay_exact_at_position_30000(rope: Rope) -> None:
     assert_close(rotated, torch.cat((turned.real, turned.imag), -1).float())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     group=st.sampled_from([1, 3, 7, 8]),
