@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -123,6 +124,7 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
             "temperature": 0,
         }
     )
+    state_dir = shlex.quote(str(fleet.supervisor.state_dir))
     lines = [
         "",
         f"pagefleet is up at {url}" + (f", without {', '.join(failed)}" if failed else ""),
@@ -131,11 +133,16 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
         "",
         "try:",
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}",
-        f"  pagefleet chat {fleet.models[0].name} --state-dir {shlex.quote(str(fleet.supervisor.state_dir))}",
+        f"  {_program()} chat {fleet.models[0].name} --state-dir {state_dir}",
         "",
         stop_hint,
     ]
     return "\n".join(lines)
+
+
+def _program() -> str:
+    """What to type to run this command again, also when its environment isn't activated."""
+    return "pagefleet" if shutil.which("pagefleet") else shlex.quote(sys.argv[0])
 
 
 def describe(status: UnitStatus) -> str:
