@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ CHAT = "/v1/chat/completions"
 def target(worker: FakeWorker | str, slot: str = "s", generation: int = 1, **fields: Any) -> Target:
     address = worker if isinstance(worker, str) else worker.address
     return Target(slot=slot, generation=generation, address=address, **{"state": "ready", **fields})
+
+
+class _Server(GatewayServer):
+    """Leaves the test process's signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Rig:
@@ -50,15 +58,17 @@ class Rig:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path)
-        self.server = GatewayServer(make_config(self.app, self.settings.timeouts.idle, 1))
+        self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1))
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         base = f"http://127.0.0.1:{self.port}"
         try:
-            async with httpx.AsyncClient(
-                base_url=base, timeout=30, limits=limits, trust_env=False
-            ) as self.client:
+            # pytest's own limit doesn't stop a test in this event loop.
+            async with (
+                asyncio.timeout(100),
+                httpx.AsyncClient(base_url=base, timeout=30, limits=limits, trust_env=False) as self.client,
+            ):
                 yield self
         finally:
             self.server.should_exit = True

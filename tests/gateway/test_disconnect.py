@@ -76,8 +76,9 @@ async def test_in_a_stream(tmp_path: Path) -> None:
 async def test_with_more_requests_pipelined_behind(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         _, writer = await send(rig, do="hang")
-        writer.write(http_post(b'{"model":"m"}') * 3)
         await until(lambda: rig.workers[0].requests)
+        await asyncio.sleep(0.1)
+        writer.write(http_post(b'{"model":"m"}') * 3)
         await asyncio.sleep(0.1)
         assert await leave(rig, writer) < 1
         await rig.idle()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.connection import Connection
 from tests.gateway.rig import Rig, error_of, one_worker, target, until
 
 
@@ -89,6 +91,45 @@ async def test_connections_closed_between_requests_are_never_seen(tmp_path: Path
             if round_ % 2:
                 await asyncio.sleep(0)
         assert len(rig.workers[0].requests) == 100
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+async def test_a_connection_that_dies_as_the_request_is_written_is_replaced(
+    tmp_path: Path, family: socket.AddressFamily
+) -> None:
+    """The worker has closed a kept-alive connection, and the gateway can't know it yet."""
+    loop = asyncio.get_running_loop()
+    rig = Rig(tmp_path)
+    with socket.socket(family) as listener:
+        listener.setblocking(False)
+        listener.bind(str(tmp_path / "s") if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        listener.listen()
+        name = listener.getsockname()
+        rig.route(target(f"unix:{name}" if family == socket.AF_UNIX else f"http://127.0.0.1:{name[1]}"))
+
+        async def serve() -> socket.socket:
+            connection, _ = await loop.sock_accept(listener)
+            await loop.sock_recv(connection, 10_000)
+            await loop.sock_sendall(connection, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            return connection
+
+        async with rig.running():
+            response, kept = await asyncio.gather(rig.post(), serve())
+            assert response.status_code == 200
+            take = rig.app.upstream.take
+
+            def take_what_just_died(address: str) -> Connection | None:
+                connection = take(address)
+                assert connection is not None
+                kept.close()
+                return connection
+
+            rig.app.upstream.take = take_what_just_died  # type: ignore[method-assign]
+            again = asyncio.create_task(serve())
+            response = await rig.post()
+            assert response.status_code == 200
+            assert rig.inflight() == 0
+            (await again).close()
 
 
 async def test_what_a_worker_may_have_begun_is_not_repeated(tmp_path: Path) -> None:
