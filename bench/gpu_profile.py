@@ -9,6 +9,7 @@ import argparse
 from collections import defaultdict
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench import gpu_engine
@@ -44,7 +45,7 @@ def report(recorded: profile, batch: int, steps: int) -> None:
     count: dict[str, int] = defaultdict(int)
     spans = []
     for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             total[event.name] += event.device_time
             count[event.name] += 1
             spans.append((event.time_range.start, event.time_range.end))

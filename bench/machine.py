@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,10 +59,10 @@ def cpu_gemm_gflops(threads: int) -> float:
     return 2 * 1024**3 / best / 1e9
 
 
-def _median_ms(run: Any, repeats: int = 20) -> float:
+def _median_ms(run: Callable[[], object], repeats: int = 20) -> float:
     for _ in range(3):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -129,7 +129,7 @@ class LLM:
                     "the model has no chat template; use generate, or give the option chat_template"
                 )
             self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-        several = [messages] if not messages or isinstance(messages[0], dict) else messages
+        several: list[Sequence[Message]] = [messages] if _one_conversation(messages) else list(messages)  # type: ignore[list-item, arg-type]
         assert self.tokenizer is not None
         prompts = [
             self.tokenizer.encode(
@@ -239,6 +239,10 @@ class _Answer:
             elif step.finish_reason is not None:
                 output.text += self._text.finish().text
         return output.finish_reason is not None
+
+
+def _one_conversation(messages: Sequence[Any]) -> bool:
+    return not messages or isinstance(messages[0], dict)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -71,12 +71,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
-            msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
-        if not isinstance(self.stop_token_ids, tuple):
-            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        # Python callers may write stop="x", stop=["x"] or stop=None, whatever the annotation says.
+        stop: object = self.stop
+        stops = (stop,) if isinstance(stop, str) else tuple(self.stop or ())
+        msgspec.structs.force_setattr(self, "stop", stops)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_int("n", self.n, 1, MAX_N)
         self._check_float("temperature", self.temperature, 0.0, 2.0)
         self._check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)

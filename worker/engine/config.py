@@ -73,7 +73,7 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
         source=source,
         device=device,
         dtype=dtype,
-        kv_dtype=dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype),
+        kv_dtype=dtype if options.kv_cache_dtype == "auto" else _torch_dtype(options.kv_cache_dtype),
         max_model_len=max_model_len,
         max_model_len_fixed=options.max_model_len is not None,
         max_num_seqs=max_num_seqs,
@@ -114,10 +114,16 @@ def _device(options: WorkerOptions) -> torch.device:
 
 def _dtype(options: WorkerOptions, model: ModelConfig, on_gpu: bool) -> torch.dtype:
     if options.dtype == "auto":
-        return getattr(torch, model.torch_dtype) if on_gpu else torch.float32  # type: ignore[no-any-return]
+        return _torch_dtype(model.torch_dtype) if on_gpu else torch.float32
     if not on_gpu and options.dtype != "float32":
         raise EngineError(f"dtype {options.dtype} needs a GPU; on a CPU only float32 is fast and exact")
-    return getattr(torch, options.dtype)  # type: ignore[no-any-return]
+    return _torch_dtype(options.dtype)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _gpu_budget(options: WorkerOptions, device: torch.device) -> int:

@@ -163,7 +163,8 @@ class EngineClient:
         if self.state == "dead":
             raise EngineDead(self.failure or "the engine has ended")
         call_id = next(self._call_ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
         self._outgoing.call.append((call_id, operation))
         self._schedule_flush()
         return await future

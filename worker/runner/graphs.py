@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class DecodeGraphs:
         self._inputs[0] = state.padding_row
         self._logits = torch.empty(largest, model.config.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of the graphs' memory; torch's type for it is private
 
     @torch.inference_mode()
     def capture(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
