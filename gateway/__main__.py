@@ -42,7 +42,7 @@ def main(
     if fd is not None and (host is not None or port is not None):
         raise click.UsageError("--fd can't be combined with --host or --port")
     try:
-        fleet = load_fleet(config)
+        fleet = load_fleet(config, check_sources=False)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(2)

@@ -30,7 +30,7 @@ from pydantic_settings import (
 
 from contracts.options import WorkerOptions
 from contracts.units import ByteSize, Duration
-from gateway.config_check import check_models, describe
+from gateway.config_check import check_names, check_paths, describe
 from gateway.yaml_source import KeyPath, Problem, YamlSource, dotted, parse_yaml
 
 ENV_PREFIX = "PAGEFLEET_"
@@ -224,10 +224,11 @@ class FleetFile(BaseSettings):
         return lines
 
 
-def load_fleet(path: str | Path) -> FleetFile:
+def load_fleet(path: str | Path, *, check_sources: bool = True) -> FleetFile:
     """Reads and checks a fleet file; PAGEFLEET_GATEWAY__PORT=9000 and the like override it.
 
-    Raises ConfigError with every problem found, each with file and line.
+    Raises ConfigError with every problem found, each with file and line. A gateway needs no models on its disk:
+    it goes without `check_sources`.
     """
     path = Path(path)
     source = parse_yaml(_read(path), str(path))
@@ -242,8 +243,11 @@ def load_fleet(path: str | Path) -> FleetFile:
     reporter = _Reporter(source, overrides, problems)
     raw = _merged(source.data, overrides)
     _apply_defaults(raw)
-    for key_path, message in check_models(raw, (path.resolve().parent, Path.cwd())):
+    for key_path, message in check_names(raw):
         reporter.add(key_path, message)
+    if check_sources:
+        for key_path, message in check_paths(raw, (path.resolve().parent, Path.cwd())):
+            reporter.add(key_path, message)
     fleet: FleetFile | None = None
     try:
         fleet = FleetFile(**raw)

@@ -17,20 +17,11 @@ RANDOM = "random:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def check_models(raw: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:
-    """Checks names and paths of an unvalidated fleet, and makes its paths absolute in place."""
-    models = raw.get("models")
-    if not isinstance(models, list):
-        return
-    if not models:
+def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Names and aliases of an unvalidated fleet that collide, or a fleet without models."""
+    if raw.get("models") == []:
         yield ("models",), "at least one model is needed"
-    entries = [(index, entry) for index, entry in enumerate(models) if isinstance(entry, dict)]
-    yield from _check_names(entries)
-    for index, entry in entries:
-        yield from _check_paths(index, entry, bases)
-
-
-def _check_names(entries: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[KeyPath, str]]:
+    entries = _entries(raw)
     owner: dict[str, int] = {}
     for index, entry in entries:
         name = entry.get("name")
@@ -52,6 +43,19 @@ def _check_names(entries: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[Ke
                     f"'{alias}' is already the {kind} of models[{owner[alias]}]",
                 )
             owner.setdefault(alias, index)
+
+
+def check_paths(raw: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:
+    """Paths of an unvalidated fleet that lead nowhere; the others are made absolute in place."""
+    for index, entry in _entries(raw):
+        yield from _check_paths(index, entry, bases)
+
+
+def _entries(raw: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    models = raw.get("models")
+    if not isinstance(models, list):
+        return []
+    return [(index, entry) for index, entry in enumerate(models) if isinstance(entry, dict)]
 
 
 def _check_paths(index: int, entry: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:

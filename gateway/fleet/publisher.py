@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import msgspec
 from gateway.fleet.commands import Slot
 from gateway.fleet.state import Routes, RoutesFile, Target, TargetState, read_routes, write_routes
 from gateway.fleet.unit import UnitState, UnitStatus
+
+log = logging.getLogger(__name__)
 
 _TARGET_STATES: dict[UnitState, TargetState] = {
     "waiting": "starting",
@@ -31,6 +34,7 @@ class Publisher:
         self._epoch = before.epoch
         self._models: dict[str, Routes] = {}
         self._model_of: dict[str, str] = {}
+        self._written = True
         for slot in slots:
             entry = slot.entry
             self._model_of[slot.name] = entry.name
@@ -58,7 +62,18 @@ class Publisher:
             routes, epoch=routes.epoch + 1, targets=tuple(others.values())
         )
         self._epoch += 1
-        write_routes(self._path, RoutesFile(epoch=self._epoch, models=self._models))
+        self._written = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes what is not on disk yet; after a failure (a full disk) the next call tries again."""
+        if self._written:
+            return
+        try:
+            write_routes(self._path, RoutesFile(epoch=self._epoch, models=self._models))
+            self._written = True
+        except OSError as error:
+            log.error("%s can't be written (%s); gateways keep what they have", self._path, error.strerror)
 
 
 def _read_or_empty(path: Path) -> RoutesFile:

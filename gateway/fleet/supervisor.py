@@ -26,7 +26,6 @@ from gateway.fleet.statedir import StateDir, write_private
 from gateway.fleet.unit import StartLocks, Timing, Unit, UnitSpec, UnitStatus
 
 GATEWAY_SLOT = "gateway"
-_ROTATE_EVERY = 5.0
 
 
 class Supervisor:
@@ -104,8 +103,8 @@ class Supervisor:
     async def _supervise(self) -> int:
         runs = [asyncio.create_task(unit.run(), name=unit.status.slot) for unit in self._units]
         stop = asyncio.create_task(self._stop.wait())
-        rotation = asyncio.create_task(self._rotate_logs())
-        pending = {*runs, stop, rotation}
+        housekeeping = asyncio.create_task(self._keep_house())
+        pending = {*runs, stop, housekeeping}
         try:
             while not stop.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +167,8 @@ class Supervisor:
     def _changed(self, status: UnitStatus) -> None:
         if status.role == "worker":
             self._publisher.update(status, f"unix:{self._uds(status.slot, status.generation)}")
-        self._notify(status)
+        with contextlib.suppress(OSError):  # who watched may have gone, as in `pagefleet up | head`
+            self._notify(status)
 
     def _status(self) -> FleetStatus:
         return FleetStatus(
@@ -181,11 +181,13 @@ class Supervisor:
             units=self.statuses,
         )
 
-    async def _rotate_logs(self) -> None:
+    async def _keep_house(self) -> None:
         while True:
-            await asyncio.sleep(_ROTATE_EVERY)
+            await asyncio.sleep(self._timing.housekeeping)
+            self._publisher.flush()
             for unit in self._units:
-                logs.rotate(Path(unit.status.log))
+                with contextlib.suppress(OSError):  # a full disk; the next round tries again
+                    logs.rotate(Path(unit.status.log))
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class Timing:
     health_poll: float = 2.0
     drain: float = 30.0
     stop_margin: float = 5.0  # on top of `drain`, for the process to end after its last request
+    housekeeping: float = 5.0
     policy: Callable[[], RestartPolicy] = RestartPolicy
 
 

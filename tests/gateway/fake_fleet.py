@@ -20,6 +20,7 @@ FAST = Timing(
     health_poll=0.1,
     drain=2.0,
     stop_margin=0.0,
+    housekeeping=0.1,
     policy=lambda: RestartPolicy(first=0.2),
 )
 

@@ -321,6 +321,12 @@ def test_a_snapshot_loads_to_the_same_fleet(tmp_path: Path) -> None:
     assert load_fleet(snapshot) == fleet
 
 
+def test_a_gateway_starts_without_the_models_on_its_disk(tmp_path: Path) -> None:
+    path = write(tmp_path, "models: [{name: a, source: /none/m.gguf}]\n")
+    assert len(problems(path)) == 1
+    assert load_fleet(path, check_sources=False).models[0].source == "/none/m.gguf"
+
+
 @pytest.mark.parametrize("name", ["demo.yaml", "three-models.yaml"])
 def test_shipped_configurations(name: str, tmp_path: Path) -> None:
     """The demo's model may not have been fetched here; nothing else may be wrong."""

@@ -134,6 +134,18 @@ async def test_a_killed_worker_is_taken_off_at_once_and_comes_back(tmp_path: Pat
         assert "SIGKILL" in (crash.error or "")
 
 
+async def test_routes_that_cannot_be_written_do_not_end_the_fleet(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        fleet.state.routes.unlink()
+        fleet.state.routes.mkdir()  # as good as a full disk
+        os.kill(fleet.unit("ok-0").pid or 0, signal.SIGKILL)
+        await fleet.until_state("ok-0", "ready", generation=2)
+        fleet.state.routes.rmdir()
+        await fleet.until(fleet.state.routes.exists)
+        assert fleet.target("ok") == ("ready", 2)
+
+
 async def test_five_crashes_and_it_stays_down(tmp_path: Path) -> None:
     timing = dataclasses.replace(FAST, policy=lambda: RestartPolicy(first=0.01))
     async with running(fleet_file(tmp_path, "crash", "ok"), timing) as fleet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -113,7 +114,8 @@ class LocalBackend:
         records = Records(
             instance=self._instance, boot_id=boot_id(), supervisor=os.getpid(), processes=processes
         )
-        write_records(self._path, records)
+        with contextlib.suppress(OSError):  # a full disk; the mark alone finds them all as well
+            write_records(self._path, records)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
