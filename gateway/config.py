@@ -227,8 +227,8 @@ class FleetFile(BaseSettings):
 def load_fleet(path: str | Path, *, check_sources: bool = True) -> FleetFile:
     """Reads and checks a fleet file; PAGEFLEET_GATEWAY__PORT=9000 and the like override it.
 
-    Raises ConfigError with every problem found, each with file and line. A gateway needs no models on its disk:
-    it goes without `check_sources`.
+    Raises ConfigError with every problem found, each with file and line. Gateways need no models on
+    their disk and go without `check_sources`.
     """
     path = Path(path)
     source = parse_yaml(_read(path), str(path))
