@@ -305,8 +305,9 @@ def decode_attention_triton(
         BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=4,
-        num_stages=4,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl.launch(q.device),
     )
     if splits > 1:
         _decode_combine_kernel[(num_seqs, q_heads)](

@@ -186,7 +186,7 @@ def _rotate_heads(x: Tensor, angles: _Angles) -> Tensor:
     """x [T, H, D] rotated, in x's type."""
     rot_dim = angles.cos.shape[2]
     if rot_dim < x.shape[2]:
-        turned, rest = x.split((rot_dim, x.shape[2] - rot_dim), 2)
+        turned, rest = x.split_with_sizes((rot_dim, x.shape[2] - rot_dim), 2)
         return torch.cat((_rotate_heads(turned, angles), rest), 2)
     x32 = x.float()
     return torch.roll(x32, rot_dim // 2, 2).mul_(angles.sin).addcmul_(x32, angles.cos).to(x.dtype)
@@ -200,7 +200,7 @@ def _rope_and_cache_cpu(
     if fused is None:
         q, k = _rotate_heads(q, angles), _rotate_heads(k, angles)
     else:
-        q, k = _rotate_heads(fused, angles).split((q.shape[1], k.shape[1]), 1)
+        q, k = _rotate_heads(fused, angles).split_with_sizes((q.shape[1], k.shape[1]), 1)
     rows, tokens = _writes(batch, k_cache)
     if tokens is not None:
         k, v = k[tokens], v[tokens]

@@ -16,7 +16,9 @@ BLOCK = 1024
 
 
 @triton.jit
-def _swiglu_kernel(p_gate_up, p_out, stride_in, stride_out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_kernel(
+    p_gate_up, p_out, stride_in, stride_out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     begin(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +40,13 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
         block = min(BLOCK, triton.next_power_of_2(inner))
         grid = (tokens, triton.cdiv(inner, block))
         _swiglu_kernel[grid](
-            gate_up, out, gate_up.stride(0), out.stride(0), INNER=inner, BLOCK=block, num_warps=4,
+            gate_up,
+            out,
+            gate_up.stride(0),
+            out.stride(0),
+            INNER=inner,
+            BLOCK=block,
+            num_warps=4,
             **pdl.launch(gate_up.device),
         )
     return out
