@@ -22,6 +22,7 @@ GROUP_COST = 250  # what one more group costs, in tokens of padding it would hav
 GROUP_TOKENS = (
     4096  # and how many tokens of keys, padding included, stay in the cache between gather and GEMM
 )
+SUM = 0  # embedding_bag's mode
 
 
 class _DecodeGroup(NamedTuple):
@@ -109,9 +110,10 @@ def _decode_group(group: _DecodeGroup, q: Tensor, k_rows: Tensor, v_rows: Tensor
     dim = q.shape[2]
     keys = k_rows.index_select(0, group.keys).view(batches, longest, dim)
     scores = torch.baddbmm(group.bias, q.reshape(batches, -1, dim), keys.mT, alpha=scale)
-    return F.embedding_bag(
-        group.values, v_rows, group.bags, mode="sum", per_sample_weights=scores.softmax(2).view(-1)
-    )
+    # Not F.embedding_bag: its checks in Python take longer than the sum over a short context.
+    return torch.embedding_bag(
+        v_rows, group.values, group.bags, False, SUM, False, scores.softmax(2).view(-1)
+    )[0]
 
 
 def _decode(
