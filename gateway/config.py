@@ -113,7 +113,8 @@ class AuthSettings(_Block):
 
 
 class Timeouts(_Block):
-    """In seconds. `first_byte`: until the worker's headers; `idle`: between two pieces of a stream."""
+    """In seconds. `first_byte`: until a stream begins; `idle`: between two pieces of it; `total`: for any
+    answer."""
 
     connect: Timeout = 2.0
     first_byte: Timeout = 120.0

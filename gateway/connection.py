@@ -26,7 +26,8 @@ _READ = frozenset(
 
 
 class Timeouts(Protocol):
-    """Seconds. `first_byte`: until the response's head; `idle`: between two pieces of its body."""
+    """Seconds. `first_byte`: until a stream's head; `idle`: between two pieces of a body; `total`: for all of
+    it."""
 
     @property
     def connect(self) -> float: ...
@@ -96,14 +97,16 @@ class Connection(asyncio.Protocol):
 
     # --- the exchange, as the proxy sees it
 
-    def start(self, head: bytes, body: bytes, timeouts: Timeouts, ends_at: float) -> None:
-        """Writes the request. `ends_at`: loop time at which the exchange is over in any case."""
+    def start(self, head: bytes, body: bytes, timeouts: Timeouts, head_within: float, ends_at: float) -> None:
+        """Writes the request. `head_within`: seconds to the response's head; `ends_at`: loop time at which
+        the exchange is over in any case."""
         self._forget_exchange()
         self._busy = True
         self._timeouts = timeouts
+        self._head_within = head_within
         self._ends_at = ends_at
         self._moved_at = self._loop.time()
-        self._arm(min(ends_at, self._moved_at + min(timeouts.first_byte, timeouts.idle)))
+        self._arm(min(ends_at, self._moved_at + min(head_within, timeouts.idle)))
         if len(body) < JOIN_BELOW:
             self._transport.write(head + body)
         else:
@@ -278,7 +281,7 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         if self._paused:
             self._moved_at = now  # the client is the slow one; its own socket has a time limit
-        limit = self._timeouts.idle if self._head_done else self._timeouts.first_byte
+        limit = self._timeouts.idle if self._head_done else self._head_within
         due = min(self._ends_at, self._moved_at + limit)
         if now < due:
             self._arm(due)

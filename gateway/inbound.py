@@ -32,6 +32,7 @@ class _Wanted(msgspec.Struct):
     model: Any = None
     model_name: Any = None
     user: Any = None
+    stream: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Wanted)
@@ -55,6 +56,7 @@ class Inbound:
     model: str
     user: str
     model_in_query: bool = False  # the body names none, so the worker must be told beside it
+    streams: bool = False  # the answer comes in pieces, so its head comes early
 
 
 def read_head(scope: Scope) -> Head:
@@ -106,7 +108,8 @@ def parse_body(body: bytes, head: Head, scope: Scope) -> Inbound:
     """Model name and user; ApiError 400 when the body is no JSON object or names no model."""
     wanted = _decode(body)
     in_query = not (wanted.model or wanted.model_name)
-    return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope), in_query)
+    streams = wanted.stream is True or scope["path"] == "/generate_stream"
+    return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope), in_query, streams)
 
 
 def _decode(body: bytes) -> _Wanted:

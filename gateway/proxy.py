@@ -181,7 +181,7 @@ class _Call:
                 raise (failure or error) from None
             self.backend = backend
             try:
-                if await self._attempt(backend, inbound.body, ends_at, fresh):
+                if await self._attempt(backend, inbound, ends_at, fresh):
                     return
                 failure = errors.model_unavailable(self.model)
             except _StaleConnection:
@@ -197,7 +197,7 @@ class _Call:
             router.refresh()  # a worker that refuses has probably been replaced just now
         raise failure or errors.model_unavailable(self.model)
 
-    async def _attempt(self, backend: Backend, body: bytes, ends_at: float, fresh: bool) -> bool:
+    async def _attempt(self, backend: Backend, inbound: Inbound, ends_at: float, fresh: bool) -> bool:
         """False when the worker refused because it drains."""
         upstream, timeouts = self.proxy.upstream, self.proxy.settings.timeouts
         asked = time.perf_counter()
@@ -205,7 +205,11 @@ class _Call:
         if connection is None:
             connection = await upstream.connect(backend.target.address, timeouts.connect)
         try:
-            connection.start(self._request_head(len(body)), body, timeouts, ends_at)
+            # An answer in one piece has its head at the end: only `total` can limit that.
+            head_within = timeouts.first_byte if inbound.streams else timeouts.total
+            connection.start(
+                self._request_head(len(inbound.body)), inbound.body, timeouts, head_within, ends_at
+            )
             try:
                 await connection.head()
             except UpstreamError as error:

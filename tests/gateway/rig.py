@@ -80,9 +80,9 @@ class Rig:
         body = {"model": "m"} if body is None else body
         return await self.client.post(path, json=body, **options)
 
-    async def ask(self, **fake: Any) -> httpx.Response:
+    async def ask(self, *, stream: bool = False, **fake: Any) -> httpx.Response:
         """A request for `m` that makes the worker do something."""
-        return await self.post({"model": "m", "fake": fake})
+        return await self.post({"model": "m", "stream": stream, "fake": fake})
 
     async def raw(self, data: bytes, wait: float = 10.0) -> bytes:
         """Everything that comes back on a connection of its own until it is closed."""

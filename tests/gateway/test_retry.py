@@ -143,12 +143,23 @@ async def test_what_a_worker_may_have_begun_is_not_repeated(tmp_path: Path) -> N
     await two_workers(rig)
     async with rig.running():
         for number, (do, (status, code)) in enumerate(cases.items(), start=1):
-            response = await rig.ask(do=do)
+            response = await rig.ask(do=do, stream=True)
             assert (do, response.status_code, error_of(response)["code"]) == (do, status, code)
             assert sum(len(worker.requests) for worker in rig.workers) == number
             assert response.headers["x-request-id"]
             assert rig.inflight() == 0
         await until(lambda: all(seen.closed_at for worker in rig.workers for seen in worker.requests))
+
+
+async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_to_begin(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timeouts={"first_byte": 0.2, "total": 1.2})
+    rig.route(target(await rig.worker("slow")))
+    async with rig.running():
+        assert (await rig.ask(do="json", wait=0.6)).status_code == 200
+        response = await rig.ask(do="json", wait=0.6, stream=True)
+        assert (response.status_code, error_of(response)["code"]) == (504, "worker_timeout")
+        response = await rig.ask(do="hang")
+        assert (response.status_code, error_of(response)["code"]) == (504, "worker_timeout")
 
 
 async def test_a_restart_under_load_is_never_seen(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ async def exchange(
     body = json.dumps({"fake": fake}).encode()
     head = b"POST /x HTTP/1.1\r\nhost: w\r\ncontent-length: %d\r\n\r\n" % len(body)
     try:
-        connection.start(head, body, limits, asyncio.get_running_loop().time() + limits.total)
+        connection.start(
+            head, body, limits, limits.first_byte, asyncio.get_running_loop().time() + limits.total
+        )
         await connection.head()
         yield connection
     finally:
@@ -152,7 +154,9 @@ async def test_a_request_that_a_closed_connection_never_read_is_untouched(
         connection = await upstream.connect(address, 5)
         listener.accept()[0].close()
         served, _ = listener.accept()
-        connection.start(b"POST / HTTP/1.1\r\n\r\n", b"", timeouts(), asyncio.get_running_loop().time() + 60)
+        connection.start(
+            b"POST / HTTP/1.1\r\n\r\n", b"", timeouts(), 20, asyncio.get_running_loop().time() + 60
+        )
         served.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
         assert await whole(connection) == b"{}"
         upstream.give_back(connection)
