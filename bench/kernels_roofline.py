@@ -3,9 +3,10 @@
 python -m bench.kernels_roofline [--json FILE] [--only SUBSTRING]
 
 Times are medians of CUDA-graph replays. A graph calls the kernel on sets of inputs in turn, so many that over
-`BETWEEN` bytes go by before any is read again: nothing comes from the L2 cache that a real step must fetch. (At
-most `MAX_SETS`; inputs that small are activations, which a real step finds in the cache, too.) Memory-bound
-kernels are rated by the bytes that must move, compute-bound ones by the operations that must be done.
+`BETWEEN` bytes go by before any is read again: nothing comes from the L2 cache that a real step must fetch.
+(At most `MAX_SETS`; inputs that small are activations, which a real step finds in the cache, too.)
+Memory-bound kernels are rated by the bytes that must move, compute-bound ones by the operations that must be
+done.
 """
 
 from __future__ import annotations
