@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from rich.progress import BarColumn as Bar
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -101,17 +102,7 @@ class LLM:
         before anything runs, when a prompt is empty or too long, or when text is given and the model has no
         tokenizer.
         """
-        listed = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(listed)
-        else:
-            each = list(params)
-            if len(each) != len(listed):
-                raise ValueError(f"{len(listed)} prompts but {len(each)} sampling parameters")
-        results = [RequestOutput(*self._encode(prompt), outputs=[]) for prompt in listed]
-        for result in results:
-            self._check_length(result)
-        return self._run(results, each, progress)
+        return self._answer(_as_list(prompts), params, progress, continuation=True)
 
     def chat(
         self,
@@ -137,7 +128,7 @@ class LLM:
             )
             for conversation in several
         ]
-        return self.generate(prompts, params, progress=progress)
+        return self._answer(prompts, params, progress, continuation=False)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -148,6 +139,25 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+        *,
+        continuation: bool,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+            if len(each) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        results = [RequestOutput(*self._encode(prompt), outputs=[]) for prompt in prompts]
+        for result in results:
+            self._check_length(result)
+        return self._run(results, each, progress, continuation)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str):
@@ -164,17 +174,18 @@ class LLM:
             raise ValueError(f"a prompt has {length} tokens; max_model_len is {longest}, the answer included")
 
     def _run(
-        self, results: list[RequestOutput], each: list[SamplingParams], progress: bool
+        self, results: list[RequestOutput], each: list[SamplingParams], progress: bool, continuation: bool
     ) -> list[RequestOutput]:
         active: dict[str, _Answer] = {}
         try:
             for result, params in zip(results, each):
+                engine_params = self._with_ends(params)
                 for index, seed in enumerate(choice_seeds(params)):
-                    answer = _Answer(result, index, params, self.tokenizer)
+                    answer = _Answer(result, index, params, self.tokenizer, continuation)
                     name = f"llm-{next(self._ids)}"
                     active[name] = answer
                     message = EngineRequest(
-                        name, result.prompt_token_ids, params, seed, arrival=time.monotonic()
+                        name, result.prompt_token_ids, engine_params, seed, arrival=time.monotonic()
                     )
                     refused = self._engine.add(message)
                     if refused is not None:
@@ -185,6 +196,13 @@ class LLM:
                 self._engine.abort(name)
             self._engine.drain()
         return results
+
+    def _with_ends(self, params: SamplingParams) -> SamplingParams:
+        """The tokenizer may know ends that the model's configuration doesn't."""
+        if self.tokenizer is None or params.ignore_eos:
+            return params
+        ends = dict.fromkeys((*params.stop_token_ids, *self.tokenizer.eos_token_ids))
+        return msgspec.structs.replace(params, stop_token_ids=tuple(ends))
 
     def _step_until_done(self, active: dict[str, _Answer], progress: bool) -> None:
         columns = (
@@ -212,12 +230,20 @@ class _Answer:
     """Collects one answer, and finds stop strings in it."""
 
     def __init__(
-        self, result: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        result: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        continuation: bool,
     ) -> None:
         self._result = result
+        self._show_stop_token = params.include_stop_str_in_output
         self.output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
         result.outputs.append(self.output)
-        self._text = OutputText(tokenizer, params) if tokenizer is not None else None
+        self._text = (
+            OutputText(tokenizer, params, continuation=continuation) if tokenizer is not None else None
+        )
 
     def take(self, step: StepOutput) -> bool:
         """Add a step's tokens; True when the answer is complete."""
@@ -231,13 +257,13 @@ class _Answer:
         if step.finish_reason == "error":
             raise RuntimeError(step.error)
         if self._text is not None:
-            visible = step.token_ids[:-1] if step.stop_token is not None else step.token_ids
-            delta = self._text.push(visible)
-            output.text += delta.text
-            if delta.stopped is not None:
-                output.finish_reason = "stop"
-            elif step.finish_reason is not None:
+            hidden = step.stop_token is not None and not self._show_stop_token
+            visible = step.token_ids[:-1] if hidden else step.token_ids
+            output.text += self._text.push(visible).text
+            if step.finish_reason is not None:
                 output.text += self._text.finish().text
+            if self._text.stopped is not None:
+                output.finish_reason = "stop"
         return output.finish_reason is not None
 
 

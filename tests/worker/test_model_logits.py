@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tests.worker.paged import PagedRun, one_thread
+from tests.worker.random_models import randomise
 from worker.model.layers import CausalLM
 from worker.weights.loader import load_model
 from worker.weights.source import resolve_source
@@ -108,22 +109,6 @@ MODELS: dict[str, tuple[type[nn.Module], Any, int]] = {
         512,
     ),
 }
-
-
-def randomise(model: nn.Module) -> None:
-    """Weights under which every tensor matters and greedy text doesn't repeat itself."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("bias"):
-            values *= 0.5
-        elif "norm" in name:
-            values = 1 + 0.2 * values
-        elif "embed" in name:
-            values *= 0.05
-        else:
-            values *= 2.0 / parameter.shape[1] ** 0.5
-        parameter.data.copy_(values)
 
 
 class Pair:
