@@ -98,7 +98,7 @@ def write_checkpoint(
     The model has `padding` rows more than the tokenizer has tokens, and finds them likelier than any other.
     """
     model_class, config_class = FAMILIES[family]
-    limits = {"max_position_embeddings": 4096, "vocab_size": tokens + padding}
+    limits = {"max_position_embeddings": 32768, "vocab_size": tokens + padding}
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng():
         model = model_class(config_class(**{**limits, **ids, **shape})).eval()

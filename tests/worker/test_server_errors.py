@@ -10,7 +10,7 @@ import pytest
 from tests.worker.fake_engine import INFO, MODEL, VOCAB_SIZE, FakeEngine, in_process, make_state, strict_json
 from worker.ipc.messages import EngineRequest
 from worker.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams
-from worker.server.schemas import MAX_PROMPTS
+from worker.server.schemas import MAX_PROMPTS, NOT_OFFERED, ChatRequest
 from worker.server.text_model import TextModel
 
 CHAT = "/v1/chat/completions"
@@ -72,6 +72,9 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"response_format": "text"}, "response_format"),
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"use_beam_search": True}, "use_beam_search"),
 ]
 
 CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
@@ -144,6 +147,15 @@ async def test_bad_field_is_a_400_that_names_it(path: str, fields: dict[str, Any
     error = check_shape(strict_json(answer.content))
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert engine.submitted == []
+
+
+async def test_what_is_not_offered_may_be_left_empty() -> None:
+    assert set(NOT_OFFERED) < set(ChatRequest.__struct_fields__)
+    async with in_process(make_state()) as client:
+        for empty in (None, False, []):
+            fields = dict.fromkeys(NOT_OFFERED, empty)
+            answer = await client.post(TEXT, json={"model": MODEL, **BASE[TEXT], **fields})
+            assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/generate", "/generate_stream", "/tokenize", "/detokenize"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from contracts.errors import bad_request
 from worker.params import ParamError, SamplingParams
-from worker.server.schemas import MAX_PRIORITY, MAX_SALT, Sampling
+from worker.server.schemas import MAX_PRIORITY, MAX_SALT, NOT_OFFERED, Sampling
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
@@ -47,6 +47,10 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def _check_extras(request: Sampling) -> None:
+    for name in NOT_OFFERED:
+        value = getattr(request, name)
+        if value is not None and value is not False and value != []:
+            raise bad_request(f"{name} is not supported; leave it out", name)
     if request.cache_salt is not None and len(request.cache_salt) > MAX_SALT:
         raise bad_request(f"cache_salt may have at most {MAX_SALT} characters", "cache_salt")
     if request.priority is not None and abs(request.priority) > MAX_PRIORITY:

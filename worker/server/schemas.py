@@ -17,6 +17,13 @@ MAX_MESSAGES = 16384
 MAX_SALT = 256
 MAX_PRIORITY = 1_000_000
 
+# What other servers take and this one doesn't: refused when set, since an answer that leaves it out misleads.
+NOT_OFFERED = (
+    "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "bad_words",
+    "allowed_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs",
+)  # fmt: skip
+
 Prompt = str | list[str | int | list[int]]
 
 
@@ -45,6 +52,17 @@ class Sampling(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    prompt_logprobs: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -1,0 +1,201 @@
+"""Cases from the field against a whole worker: real engine, small random model, SentencePiece text."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.worker.fake_engine import events, strict_json
+from tests.worker.random_models import SMALL, Oracle, write_checkpoint, write_sentencepiece
+from tests.worker.real_worker import RealWorker, real_worker, wait_until
+from worker import LLM, SamplingParams
+
+OPTIONS = ("--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "64", "--max-num-batched-tokens", "128")
+PADDING = 50  # rows of the model beyond the tokenizer's
+TEXTS = ("hello world", "held, or", "wow é中")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle, int]:
+    """Directory, oracle, and number of tokens."""
+    directory = tmp_path_factory.mktemp("model")
+    tokens = write_sentencepiece(directory)
+    oracle = Oracle(write_checkpoint(directory, "llama", SMALL, tokens, PADDING), tokens)
+    return directory, oracle, tokens
+
+
+@pytest.fixture(scope="module")
+def worker(
+    checkpoint: tuple[Path, Oracle, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealWorker]:
+    with real_worker(tmp_path_factory.mktemp("worker"), checkpoint[0], *OPTIONS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: tuple[Path, Oracle, int]) -> Iterator[LLM]:
+    with LLM(str(checkpoint[0]), kv_cache_memory_bytes="32MiB", max_num_seqs=64, threads=1) as llm:
+        yield llm
+
+
+def test_offline_text_is_the_text_over_http(worker: RealWorker, llm: LLM) -> None:
+    """Also its leading space, which a SentencePiece decoder drops from a text of its own."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    results = llm.generate(list(TEXTS), params)
+    answers = worker.post("/v1/completions", prompt=list(TEXTS), temperature=0, max_tokens=24).json()
+    assert [result.outputs[0].text for result in results] == [one["text"] for one in answers["choices"]]
+    reasons = [one["finish_reason"] for one in answers["choices"]]
+    assert [result.outputs[0].finish_reason for result in results] == reasons
+    for text, result in zip(TEXTS, results):
+        native = worker.post("/generate", prompt=text, temperature=0, max_tokens=24).json()
+        assert native["token_ids"] == result.outputs[0].token_ids
+        (by_ids,) = llm.generate(result.prompt_token_ids, params)
+        assert by_ids.outputs[0].text == native["text"] == result.outputs[0].text
+
+
+def test_a_text_that_goes_on_keeps_its_space(worker: RealWorker, llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    space_hello = llm.tokenizer.encode("hello", add_special_tokens=False)[0]
+    forced = {"logit_bias": {str(space_hello): 100.0}, "max_tokens": 2, "temperature": 0}
+    over_http = worker.post("/v1/completions", prompt="world", **forced).json()["choices"][0]["text"]
+    params = SamplingParams(logit_bias={space_hello: 100.0}, max_tokens=2, temperature=0)
+    assert over_http == llm.generate("world", params)[0].outputs[0].text == " hello hello"
+
+
+def test_an_end_that_only_the_tokenizer_knows_ends_the_answer(worker: RealWorker, llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    (end,) = llm.tokenizer.eos_token_ids
+    bias = {end: 100.0}
+    (offline,) = llm.generate("hello", SamplingParams(logit_bias=bias, max_tokens=9))[0].outputs
+    (online,) = worker.post(
+        "/v1/completions", prompt="hello", logit_bias={str(end): 100.0}, max_tokens=9
+    ).json()["choices"]
+    assert (offline.text, offline.finish_reason) == (online["text"], online["finish_reason"]) == ("", "stop")
+    assert offline.token_ids == [end]
+    params = SamplingParams(logit_bias=bias, max_tokens=9, ignore_eos=True)
+    assert llm.generate("hello", params)[0].outputs[0].token_ids == [end] * 9
+
+
+def test_tokens_are_those_of_transformers_and_never_padding(
+    worker: RealWorker, checkpoint: tuple[Path, Oracle, int]
+) -> None:
+    """The padded rows have the largest logits by far."""
+    _, oracle, tokens = checkpoint
+    fields = {"prompt": TEXTS[0], "max_tokens": 40, "ignore_eos": True}
+    greedy = worker.post("/generate", **fields, temperature=0).json()["token_ids"]
+    prompt = worker.post("/tokenize", prompt=TEXTS[0]).json()["tokens"]
+    expected = oracle.clear_greedy(prompt, greedy)
+    assert greedy[: len(expected)] == expected
+    assert len(set(expected)) >= 15
+    for seed in range(8):
+        sampled = worker.post("/generate", **fields, temperature=2.0, seed=seed).json()["token_ids"]
+        assert max(sampled) < tokens
+    biased = worker.post("/generate", **fields, logit_bias={str(tokens): 100})
+    assert (biased.status_code, biased.json()["error"]["param"]) == (400, "logit_bias")
+
+
+def test_logprobs_are_strict_json_and_name_no_padding(
+    worker: RealWorker, checkpoint: tuple[Path, Oracle, int]
+) -> None:
+    tokens = checkpoint[2]
+    bias = {str(token): -100 for token in range(0, tokens, 2)}
+    answer = worker.post(
+        "/generate", prompt="hello", max_tokens=8, logprobs=20, logit_bias=bias, temperature=0
+    )
+    for entry in strict_json(answer.content)["logprobs"]:
+        assert entry["token_id"] % 2 == 1
+        assert len(entry["top"]) == 20
+        assert all(top["token_id"] < tokens for top in entry["top"])
+        assert entry["logprob"] <= 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_prompt_logprobs_are_refused_rather_than_forgotten(worker: RealWorker, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
+    refused = worker.post(path, **prompt, prompt_logprobs=1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_a_seed_gives_the_same_alone_and_among_64(worker: RealWorker) -> None:
+    def fields(number: int) -> dict[str, Any]:
+        return {
+            "model": "tiny",
+            "prompt": "hello world " * (1 + number % 7),
+            "max_tokens": 10 + number % 11,
+            "temperature": 0.7 + number % 3 / 4,
+            "top_p": 0.9,
+            "seed": number,
+            "ignore_eos": True,
+        }
+
+    async with worker.async_client() as client:
+        alone = [(await client.post("/generate", json=fields(number))).json() for number in range(0, 64, 9)]
+        together = await asyncio.gather(
+            *(client.post("/generate", json=fields(number)) for number in range(64))
+        )
+    assert [one["token_ids"] for one in alone] == [one.json()["token_ids"] for one in together[::9]]
+    assert len({tuple(one["token_ids"]) for one in alone}) == len(alone)
+
+
+def test_a_long_prompt_does_not_starve_a_stream(worker: RealWorker) -> None:
+    """15,000 tokens in chunks of at most 127 are 119 steps, and each of them brings the stream a token."""
+    stream = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    answered = threading.Event()
+    first_token: list[float] = []
+
+    def ask() -> None:
+        started = time.monotonic()
+        answer = worker.post("/generate", prompt=[5] * 15_000, max_tokens=1, temperature=0)
+        assert answer.status_code == 200
+        first_token.append(time.monotonic() - started)
+        answered.set()
+
+    with worker.client.stream("POST", "/generate_stream", json=stream) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        arrivals = [time.monotonic()]
+        between = 0
+        while not answered.is_set():
+            between += len(json.loads(next(lines))["token_ids"])
+            arrivals.append(time.monotonic())
+        asking.join()
+    assert between >= 115
+    longest = max(later - earlier for earlier, later in itertools.pairwise(arrivals))
+    assert longest < first_token[0] / 4, "the stream stood still for much of the prompt"
+
+
+def test_sigterm_lets_a_stream_finish(checkpoint: tuple[Path, Oracle, int], tmp_path: Path) -> None:
+    with real_worker(tmp_path, checkpoint[0], *OPTIONS) as running:
+        engine = running.engine
+        stream = {"model": "tiny", "prompt": "hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with running.client.stream("POST", "/v1/completions", json=stream) as answer:
+            parts = answer.iter_text()
+            text = next(parts)
+            running.process.terminate()
+            text += "".join(parts)
+        chunks = events(text)
+        assert chunks[-1] == "[DONE]"
+        assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+        assert running.process.wait(30) == 0
+        assert not engine.is_running()
+
+
+def test_a_killed_server_takes_its_engine_along(checkpoint: tuple[Path, Oracle, int], tmp_path: Path) -> None:
+    with real_worker(tmp_path, checkpoint[0], *OPTIONS) as running:
+        engine = running.engine
+        stream = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with running.client.stream("POST", "/v1/completions", json=stream) as answer:
+            next(answer.iter_bytes())
+            running.process.kill()
+            wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5)
