@@ -1,4 +1,4 @@
-"""A storm of requests and of clients that leave: afterwards nothing runs or is held, and nothing has grown."""
+"""A storm of requests and of clients that leave: afterwards nothing runs, is held, or has grown."""
 
 from __future__ import annotations
 
