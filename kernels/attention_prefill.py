@@ -163,7 +163,7 @@ def _blocks(dim: int, exact: bool, rows: int) -> tuple[int, int, int, int]:
     elif dim > 128:
         tile = (64, 64, 8, 2)
     elif dim > 64:
-        tile = (128, 64, 8, 3)
+        tile = (64, 64, 4, 3)
     else:
         tile = (128, 64, 4, 3)
     block_m, block_n, warps, stages = tile

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.gemm_skinny import best_tile, skinny_triton
+from kernels.swiglu import swiglu
+
 # Microseconds of F.linear / W xᵀ ("mm") in float32 with two threads on Zen 3 (AVX2, MKL 2024.2), weights out
 # of cache. At one row torch calls GEMV, which streams weights at half the speed of GEMM, so there "mm" has
 # the row doubled; beyond, MKL is 1.2 to 3 times faster with the long side as the GEMM's columns, until both
@@ -35,16 +38,32 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias.unsqueeze(1), weight, x.t()).t()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N].
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]; in `out` if given.
 
     On a CPU the result may be column-major (the transposed view of what the GEMM wrote): elementwise
     operations and the other kernels here take it as it is, for less than a copy would cost; `.view` can't
     merge its dimensions.
     """
     if x.is_cuda:
-        return F.linear(x, weight, bias)
-    return _linear_cpu(x, weight, bias)
+        tile = best_tile(x, weight)
+        if tile is not None:
+            return skinny_triton(x, weight, bias, tile, out=out)
+        if out is not None and bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        y = F.linear(x, weight, bias)
+    else:
+        y = _linear_cpu(x, weight, bias)
+    return y if out is None else out.copy_(y)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x gateᵀ) * (x upᵀ) of x [T, K] and weight [2N, K], which is gate above up -> [T, N]."""
+    if x.is_cuda:
+        tile = best_tile(x, weight, swiglu=True)
+        if tile is not None:
+            return skinny_triton(x, weight, None, tile, swiglu=True)
+    return swiglu(linear(x, weight))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

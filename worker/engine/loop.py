@@ -73,6 +73,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_model_len=budget.max_model_len,
             vocab_limit=config.vocab_limit,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             graphs=config.device.type == "cuda" and not config.enforce_eager,
         )
         on_progress(Progress("warm_up", 0, 1))

@@ -15,10 +15,9 @@ from torch.nn.functional import embedding
 
 from kernels.attention import paged_attention
 from kernels.batch import AttentionBatch
-from kernels.linear import linear
+from kernels.linear import linear, linear_swiglu
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope_cache import rope_and_cache
-from kernels.swiglu import swiglu
 from worker.model.config import ModelConfig
 from worker.model.rope import cos_sin_table
 from worker.model.shapes import parameter_shapes
@@ -77,7 +76,7 @@ class Mlp:
         self.down = Linear(parameters, "down")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(linear_swiglu(x, self.gate_up.weight))
 
 
 class DecoderLayer:
@@ -173,6 +172,6 @@ class CausalLM:
             x, residual = layer(x, residual, cos_sin, batch, k_cache, v_cache)
         return x
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] → [R, vocab_size] float32."""
-        return linear(hidden, self._lm_head, None).float()
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, hidden_size] → [R, vocab_size], in `out` if given."""
+        return linear(hidden, self._lm_head, out=out)

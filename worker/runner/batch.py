@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch
 from worker.request import Request, Step
+from worker.runner.transfer import to_device
 
 UNREAD = -1  # in place of a token id: sampled on the device, not read back yet
 
@@ -158,10 +159,3 @@ def device_step(host: HostStep, state: BatchState) -> tuple[Tensor, AttentionBat
     if UNREAD in host.tokens:
         tokens = state.tokens(rows, tokens)
     return tokens, batch
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor without waiting for the device."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -36,22 +36,23 @@ class DecodeGraphs:
         device = state.tables.device
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=device)  # rows, tokens, positions
         self._inputs[0] = state.padding_row
-        self._logits = torch.empty(largest, model.config.vocab_size, dtype=torch.float32, device=device)
+        dtype = next(model.parameters()).dtype
+        self._logits = torch.empty(largest, model.config.vocab_size, dtype=dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None  # of the graphs' memory; torch's type for it is private
+        self.pool: Any = None  # of the graphs' memory; torch's type for it is private
 
     @torch.inference_mode()
-    def capture(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(self, on_graph: Callable[[], None] = lambda: None) -> None:
         """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
-        for done, size in enumerate(reversed(self.sizes)):
+        for size in reversed(self.sizes):
             self._run(size)  # compiles what isn't compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self.pool):
                 self._run(size)
-            self._pool = self._pool or graph.pool()
+            self.pool = self.pool or graph.pool()
             self._graphs[size] = graph
-            on_progress(done + 1, len(self.sizes))
+            on_graph()
 
     def run(self, host: HostStep) -> Tensor | None:
         """Logits [B, vocab] of a decode-only step; None when no graph is large enough. Valid until the next
@@ -85,4 +86,4 @@ class DecodeGraphs:
             max_seq_len=tables.shape[1] * state.page_size,
         )
         hidden = self._model.forward(state.tokens(rows, tokens), batch, self._kv_cache.layers)
-        self._logits[:size] = self._model.compute_logits(hidden)
+        self._model.compute_logits(hidden, out=self._logits[:size])

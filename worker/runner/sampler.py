@@ -7,28 +7,38 @@ token, so neither the batch, nor preemption, nor the device changes what a seed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.sampling import sample_triton
 from worker.ipc.messages import TokenLogprob
 from worker.params import SamplingParams
 from worker.request import Request
+from worker.runner.transfer import to_device, to_host
 
 _M64 = (1 << 64) - 1
 _FIRST_GUESS = 256  # likeliest tokens looked at before sorting a whole vocabulary for top-p
 NOT_FINITE = -1  # instead of a token: the model produced NaN or infinity
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from 53 bits of splitmix64 over (seed, position)."""
-    z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & _M64
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Numbers in [0, 1), float64, from 53 bits of splitmix64 over each (seed, position)."""
+    z = np.array([seed & _M64 for seed in seeds], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z += (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(0xD1342543DE82EF95)
     for _ in range(2):
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _M64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _M64
-        z ^= z >> 31
-    return (z >> 11) / (1 << 53)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)) / (1 << 53)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number for one (seed, position)."""
+    return float(uniforms([seed], [position])[0])
 
 
 class Sampled:
@@ -71,16 +81,19 @@ class _Logprobs:
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Queue a copy to the host; on a CPU the tensor itself."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def _uses_penalties(params: SamplingParams) -> bool:
     return (
         params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    )
+
+
+def _adjusts(request: Request) -> bool:
+    """Whether the request changes its logits before the draw."""
+    params = request.params
+    return (
+        bool(params.logit_bias)
+        or _uses_penalties(params)
+        or (_position(request) < params.min_tokens and bool(request.stop_tokens))
     )
 
 
@@ -109,24 +122,24 @@ class Sampler:
                 self._count_tokens(request)
 
     def sample(self, logits: Tensor, requests: list[Request]) -> Sampled:
-        """One token for each row of `logits` [R, vocab] float32, which may be changed in place."""
-        if self._vocab_limit < self._vocab_size:
-            logits[:, self._vocab_limit :] = -torch.inf
+        """One token for each row of `logits` [R, vocab], which may be changed in place."""
         wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        adjusted = any(_adjusts(r) for r in requests)
+        if wanted or adjusted or not logits.is_cuda:
+            logits = logits.float()
+            if self._vocab_limit < self._vocab_size:
+                logits[:, self._vocab_limit :] = -torch.inf
         raw = torch.log_softmax(self._pick(logits, wanted), dim=-1) if wanted else None
-
-        finite = torch.isfinite(logits.amax(dim=-1))
-        self._adjust(logits, requests)
-        random = [i for i, r in enumerate(requests) if not r.params.greedy]
-        if len(random) == len(requests):
-            tokens = self._draw(logits, requests)
-        else:
-            tokens = logits.argmax(dim=-1)
-            if random:
-                tokens[random] = self._draw(logits[random], [requests[i] for i in random])
-        self._count_sampled(tokens, requests)
-        logprobs = self._logprobs(raw, tokens, wanted, requests) if raw is not None else None
-        return Sampled(torch.where(finite, tokens, NOT_FINITE), logprobs)
+        finite = torch.isfinite(logits.amax(dim=-1)) if adjusted or not logits.is_cuda else None
+        if adjusted:
+            self._adjust(logits, requests)
+        tokens = self._choose_on_gpu(logits, requests) if logits.is_cuda else self._choose(logits, requests)
+        if finite is not None:
+            tokens = torch.where(finite, tokens, NOT_FINITE)
+        known = tokens.clamp(min=0)
+        self._count_sampled(known, requests)
+        logprobs = self._logprobs(raw, known, wanted, requests) if raw is not None else None
+        return Sampled(tokens, logprobs)
 
     def _pick(self, rows: Tensor, places: list[int]) -> Tensor:
         return rows if len(places) == len(rows) else rows[places]
@@ -191,6 +204,28 @@ class Sampler:
 
     # ---- the draw
 
+    def _choose_on_gpu(self, logits: Tensor, requests: list[Request]) -> Tensor:
+        if all(r.params.greedy for r in requests):
+            return sample_triton(logits, self._vocab_limit)
+        columns = [
+            (0.0 if p.greedy else p.temperature, p.top_p, p.min_p, max(0, p.top_k))
+            for p in (r.params for r in requests)
+        ]
+        draws = uniforms([r.seed for r in requests], [_position(r) for r in requests])
+        params = to_device(torch.tensor(columns, dtype=torch.float32), self.device)
+        return sample_triton(
+            logits, self._vocab_limit, params, to_device(torch.from_numpy(draws), self.device)
+        )
+
+    def _choose(self, logits: Tensor, requests: list[Request]) -> Tensor:
+        random = [i for i, r in enumerate(requests) if not r.params.greedy]
+        if len(random) == len(requests):
+            return self._draw(logits, requests)
+        tokens = logits.argmax(dim=-1)
+        if random:
+            tokens[random] = self._draw(logits[random], [requests[i] for i in random])
+        return tokens
+
     def _draw(self, logits: Tensor, requests: list[Request]) -> Tensor:
         temperature, top_p, min_p, top_k = self._columns(
             [(r.params.temperature, r.params.top_p, r.params.min_p, float(r.params.top_k)) for r in requests]
@@ -200,9 +235,9 @@ class Sampler:
         if any(r.params.min_p > 0 for r in requests):
             probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
         cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-        draws = [uniform(r.seed, _position(r)) for r in requests]
+        draws = uniforms([r.seed for r in requests], [_position(r) for r in requests])
         total = cumulative[:, -1:]
-        target = torch.tensor(draws, dtype=torch.float64, device=self.device)[:, None] * total
+        target = torch.from_numpy(draws)[:, None] * total
         target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
         # `right`: the first token whose cumulative probability is above the target, so never one of
         # probability 0.

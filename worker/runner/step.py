@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,10 +13,12 @@ from kernels.batch import AttentionBatch
 from worker.ipc.messages import TokenLogprob
 from worker.model.layers import CausalLM
 from worker.request import Step
-from worker.runner.batch import BatchState, HostStep, device_step, host_step, to_device
+from worker.runner.batch import BatchState, HostStep, device_step, host_step
 from worker.runner.graphs import DecodeGraphs, graph_sizes
 from worker.runner.kv_cache import KvCache
+from worker.runner.mixed_graphs import MixedGraphs, mixed_sizes
 from worker.runner.sampler import Sampled, Sampler
+from worker.runner.transfer import to_device
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         vocab_limit: int,
+        max_num_batched_tokens: int,
         graphs: bool,
     ) -> None:
         self.model = model
@@ -49,13 +53,20 @@ class Runner:
         self._state = BatchState(max_num_seqs, max_model_len, kv_cache.page_size, device)
         self._sampler = Sampler(max_num_seqs, model.config.vocab_size, vocab_limit, device)
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         if graphs:
+            sizes = mixed_sizes(max_num_batched_tokens)
             self._graphs = DecodeGraphs(model, self._state, kv_cache, graph_sizes(max_num_seqs))
+            self._mixed = MixedGraphs(model, self._state, kv_cache, sizes, max_num_seqs)
 
     def capture(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture CUDA graphs, where they are used."""
-        if self._graphs is not None:
-            self._graphs.capture(on_progress)
+        if self._graphs is None or self._mixed is None:
+            return
+        total = len(self._graphs.sizes) + len(self._mixed.sizes)
+        done = itertools.count(1)
+        self._graphs.capture(lambda: on_progress(next(done), total))
+        self._mixed.capture(self._graphs.pool, lambda: on_progress(next(done), total))
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -76,9 +87,11 @@ class Runner:
         return Launched(step, sampled)
 
     def _run(self, host: HostStep) -> Tensor | None:
-        """Logits [R, vocab] of the sampling rows, without a graph; None when no row samples."""
-        tokens, batch = device_step(host, self._state)
-        hidden = self.model.forward(tokens, batch, self.kv_cache.layers)
+        """Logits [R, vocab] of the sampling rows of a step that is not all decodes; None when none samples."""
+        hidden = self._mixed.forward(host) if self._mixed is not None else None
+        if hidden is None:
+            tokens, batch = device_step(host, self._state)
+            hidden = self.model.forward(tokens, batch, self.kv_cache.layers)
         if not host.sampled:
             return None
         if len(host.sampled) < len(hidden):
