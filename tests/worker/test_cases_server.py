@@ -118,6 +118,17 @@ def test_logprobs_are_strict_json_and_name_no_padding(
         assert entry["logprob"] <= 0
 
 
+def test_tenants_share_no_prefix_unless_they_share_a_salt(worker: RealWorker) -> None:
+    def cached(salt: str | None) -> int:
+        fields = {"prompt": [7] * 64, "max_tokens": 1, "cache_salt": salt}
+        answer = worker.post("/v1/completions", **fields).json()
+        tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    worker.client.post("/admin/reset_prefix_cache")
+    assert [cached(salt) for salt in ("a", "b", None, "a", "b", None)] == [0, 0, 0, 48, 48, 48]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_prompt_logprobs_are_refused_rather_than_forgotten(worker: RealWorker, path: str) -> None:
     prompt: dict[str, Any] = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
