@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from worker.ipc.channel import ChannelClosed, EngineChannel, Frames, ServerChannel, frame
-from worker.ipc.client import EngineClient, EngineDead
+from worker.ipc.client import EngineClient, EngineDead, engine_command
 from worker.ipc.messages import EngineRequest, EngineStats, FromEngine, RequestOutput, StepDone, ToEngine
 from worker.params import SamplingParams
 
@@ -178,4 +179,41 @@ async def test_the_engine_ends_when_its_server_goes():
     assert client._channel is not None
     client._channel.close()
     await asyncio.wait_for(client.dead.wait(), 5)
+    await client.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16", "device": "cpu"}, "dtype float16 needs a GPU"),
+        ({"device": "cpu", "max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens"),
+        ({"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": "1kB"}, "KV cache is too small"),
+    ],
+)
+async def test_options_that_no_restart_can_help_are_told_apart(
+    tmp_path: Path, options: dict[str, object], message: str
+):
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "vocab_size": 100,
+                "max_position_embeddings": 256,
+                "rms_norm_eps": 1e-5,
+            }
+        )
+    )
+    spec = json.dumps({"model": f"random:{config}", "options": options})
+    client = EngineClient(engine_command(spec))
+    await client.start()
+    with pytest.raises(EngineDead, match=message):
+        await asyncio.wait_for(client.wait_ready(), 60)
+    assert client.failure_is_permanent
     await client.shutdown()

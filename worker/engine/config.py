@@ -12,7 +12,7 @@ from worker.model.config import ModelConfig
 from worker.weights.source import ModelSource
 
 
-class EngineError(RuntimeError):
+class EngineError(ValueError):
     """The engine can't be built as asked; the message names the option to change."""
 
 

@@ -7,6 +7,7 @@ the parent goes while it is deep in loading.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from worker.engine.loop import Engine
 
 _PR_SET_PDEATHSIG = 1
+
+
+class CannotStart(Exception):
+    """The options, the model and this machine don't go together: trying again can't help."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -60,12 +65,19 @@ def main() -> None:
         run(spec, channel)
     except ChannelClosed:
         pass
+    except CannotStart as error:
+        _fail(channel, Failed(str(error), permanent=True))
     except Exception as error:
         traceback.print_exc()
-        channel.send(Failed(str(error) or type(error).__name__))
-        channel.drain(1.0)
-        _exit(1)
+        _fail(channel, Failed(str(error) or type(error).__name__))
     _exit(0)
+
+
+def _fail(channel: EngineChannel[ToEngine], last_words: Failed) -> NoReturn:
+    with contextlib.suppress(ChannelClosed):
+        channel.send(last_words)
+        channel.drain(1.0)
+    _exit(1)
 
 
 def _exit(code: int) -> NoReturn:
@@ -84,8 +96,15 @@ def run(spec: EngineSpec, channel: EngineChannel[ToEngine]) -> None:
     from worker.engine.loop import Engine
     from worker.weights.source import resolve_source
 
-    config = resolve(resolve_source(spec.model), WorkerOptions.model_validate(spec.options), spec.vocab_limit)
-    engine = Engine.load(config, channel.send)
+    options = WorkerOptions.model_validate(spec.options)
+    try:
+        engine = Engine.load(resolve(resolve_source(spec.model), options, spec.vocab_limit), channel.send)
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            f"out of memory while loading; lower gpu_memory or free the card: {error}"
+        ) from error
     channel.send(Ready(engine.info))
     # What loading made lives as long as the process: keep the collector from walking it again and again.
     gc.collect()

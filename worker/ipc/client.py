@@ -90,6 +90,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.last_message = time.monotonic()
         self.failure: str | None = None
+        self.failure_is_permanent = False  # an option must change before a restart can help
         self.dead = asyncio.Event()
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
@@ -242,7 +243,7 @@ class EngineClient:
                 self.info = message.info
                 self.state = "ready"
             case Failed():
-                self.failure = message.message
+                self.failure, self.failure_is_permanent = message.message, message.permanent
 
     async def _bury(self) -> None:
         """End-of-file: find out how the process ended and tell everybody who waits."""
@@ -270,6 +271,7 @@ def engine_command(options_json: str) -> list[str]:
     """The engine's argument vector for resolved options (see worker.engine.process)."""
     return [
         sys.executable,
+        "-P",  # a folder `worker/` where the operator stands is not ours
         "-m",
         "worker.engine.process",
         "--options",

@@ -104,9 +104,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine can't start or can't go on. `message` is for a person; the process ends after it."""
+    """The engine can't start or can't go on. `message` is for a person; the process ends after it.
+
+    `permanent`: starting again without changing an option can't help.
+    """
 
     message: str
+    permanent: bool = False
 
 
 class StepDone(msgspec.Struct, tag=True):
