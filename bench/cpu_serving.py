@@ -165,35 +165,43 @@ def throughput(threads: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def pool_use(threads: int, requests: int) -> dict[str, float]:
+def pool_use(threads: int, requests: int) -> dict[str, float | None]:
     """The mixed workload through a pool that can't hold all of it: waste, and use while somebody waits."""
     from worker import LLM, SamplingParams
     from worker.ipc.messages import EngineRequest
+    from worker.request import Step
 
     with LLM(
-        str(MODEL), device="cpu", threads=threads, kv_cache_memory_bytes="256MiB", max_num_seqs=64
+        str(MODEL), device="cpu", threads=threads, kv_cache_memory_bytes="1GiB", max_num_seqs=64
     ) as llm:
         engine = llm._engine
         for r in workload.mixed(requests, vocabulary=49_000):
             params = SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)
             assert engine.add(EngineRequest(str(r.id), r.prompt, params, 0)) is None
-        waste, full = [], []
+        scheduler, waste, full = engine.scheduler, [], []
+        schedule = scheduler.schedule
+
+        def watched(now: float) -> Step:
+            step = schedule(now)
+            rows_left = len(scheduler.running) < llm.info.max_num_seqs
+            if scheduler.waiting and rows_left and step.num_tokens < llm.info.max_num_batched_tokens:
+                full.append(scheduler.pool.num_used / scheduler.pool.capacity)  # pages are what is missing
+            return step
+
+        scheduler.schedule = watched  # type: ignore[method-assign]
         started, tokens = time.perf_counter(), 0
         while engine.has_work:
             tokens += sum(len(output.token_ids) for output in engine.step())
             stats = engine.stats()
-            slots = stats.pages_total * llm.info.page_size
-            waste.append((stats.slots_taken - stats.slots_filled) / slots)
-            if stats.waiting and stats.running < llm.info.max_num_seqs:
-                full.append(stats.pages_used / stats.pages_total)
+            waste.append((stats.slots_taken - stats.slots_filled) / max(1, stats.slots_taken))
         return {
             "requests": requests,
             "tokens_per_second": tokens / (time.perf_counter() - started),
             "preemptions": engine.stats().preemptions,
-            "waste_mean": statistics.mean(waste),
-            "waste_max": max(waste),
-            "pool_used_while_waiting_median": statistics.median(full) if full else 0.0,
-            "pool_used_while_waiting_p5": sorted(full)[len(full) // 20] if full else 0.0,
+            "waste_of_taken_slots_mean": statistics.mean(waste),
+            "steps_waiting_for_pages": len(full),
+            "pool_used_while_waiting_median": statistics.median(full) if full else None,
+            "pool_used_while_waiting_p5": sorted(full)[len(full) // 20] if full else None,
         }
 
 
