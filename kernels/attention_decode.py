@@ -22,10 +22,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import pdl
 from kernels.batch import AttentionBatch
-from kernels.pdl import begin
+from kernels.pdl import begin, prefetch
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 64
@@ -90,6 +91,22 @@ def _decode_range(
     return b_acc, b_max, b_sum
 
 
+@triton.jit
+def _prefetch_block(
+    p_k_head, p_v_head, p_table, lo, hi, stride_kn, stride_kp, stride_vn, stride_vp,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The first block of a program's keys and values."""
+    LINE: tl.constexpr = 1024 // p_k_head.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
+    o_n = tl.minimum(lo + tl.arange(0, BLOCK_N), hi - 1)
+    o_d = tl.arange(0, triton.next_power_of_2(LINES)) * LINE
+    b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
+    b_slot = o_n % PAGE_SIZE
+    prefetch(p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None] + o_d[None, :])
+    prefetch(p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None] + o_d[None, :])
+
+
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_split_kernel(
     p_q,
@@ -124,7 +141,6 @@ def _decode_split_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
     i_h = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
     i_s = tl.program_id(2)
@@ -143,6 +159,15 @@ def _decode_split_kernel(
     blocks_per_split = (blocks + splits - 1) // splits
     lo = (first_block + i_s * blocks_per_split) * BLOCK_N
     hi = tl.minimum(lo + blocks_per_split * BLOCK_N, seq_len)
+    if PDL:  # lengths and tables are older than the step's first kernel, as are all keys but the last
+        gdc_launch_dependents()
+        if lo < hi:
+            _prefetch_block(
+                p_k + i_h.to(tl.int64) * stride_kh, p_v + i_h.to(tl.int64) * stride_vh,
+                p_block_tables + i_b * stride_table, lo, hi, stride_kn, stride_kp, stride_vn, stride_vp,
+                HEAD_DIM, PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+        gdc_wait()
 
     b_q = tl.load(
         p_q + i_b * stride_qt + o_head[:, None] * stride_qh + o_d[None, :],

@@ -46,8 +46,8 @@ def _skinny_kernel(
     p_x, p_w, p_bias, p_y, p_partial, p_arrived, rows, stride_x, stride_y,
     N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    LINES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    TRANSPOSED: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     i_s = tl.program_id(1)
@@ -106,13 +106,18 @@ def _skinny_kernel(
             b_y += tl.load(p_tile + i * (BLOCK_M * BLOCK_N), mask=m_y, other=0.0, cache_modifier=".cg")
     if BIAS:
         b_y += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(p_y + o_m[:, None] * stride_y + o_n[None, :], b_y.to(p_y.dtype.element_ty), mask=m_y)
+    p_out = p_y + o_m[:, None] * stride_y + o_n[None, :]
+    if ADD:
+        b_y += tl.load(p_out, mask=m_y, other=0.0).to(tl.float32)
+    tl.store(p_out, b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 
 @triton.jit
 def _gemv_kernel(
-    p_x, p_w, p_bias, p_y, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_w, p_bias, p_norm, p_y, eps,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SWIGLU: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
@@ -124,18 +129,36 @@ def _gemv_kernel(
         gdc_wait()
     b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     b_acc_up = b_acc
+    b_squares = tl.zeros([BLOCK_K], tl.float32)
     for i_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         o_k = i_k + tl.arange(0, BLOCK_K)
-        b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-        b_acc += _weights(p_w, o_n, o_k, N, K, BLOCK_N, BLOCK_K).to(tl.float32) * b_x
+        b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+        if NORM:
+            b_squares += b_x * b_x
+            b_x *= tl.load(p_norm + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+        b_acc += _weights(p_w, o_n, o_k, N, K, BLOCK_N, BLOCK_K).to(tl.float32) * b_x[None, :]
         if SWIGLU:
-            b_acc_up += _weights(p_w + N * K, o_n, o_k, N, K, BLOCK_N, BLOCK_K).to(tl.float32) * b_x
+            b_acc_up += _weights(p_w + N * K, o_n, o_k, N, K, BLOCK_N, BLOCK_K).to(tl.float32) * b_x[None, :]
     b_y = tl.sum(b_acc, axis=1)
+    b_up = tl.sum(b_acc_up, axis=1)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(b_squares, axis=0) / K + eps)
+        b_y *= factor
+        b_up *= factor
     if SWIGLU:
-        b_y = b_y / (1.0 + tl.exp(-b_y)) * tl.sum(b_acc_up, axis=1)
+        b_y = b_y / (1.0 + tl.exp(-b_y)) * b_up
     if BIAS:
         b_y += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    if ADD:
+        b_y += tl.load(p_y + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=o_n < N)
+
+
+class Norm(NamedTuple):
+    """RMSNorm of the rows of x, before the product: x weight / rms(x)."""
+
+    weight: Tensor
+    eps: float
 
 
 MAX_ROWS = 64
@@ -162,17 +185,22 @@ class Tile(NamedTuple):
 #   4608x3584         9.8/11.5
 #   3584x3584         8.5/11.5    9.7/11.5   10.8/11.8
 #   152064x3584       242/296     249/297     259/301     270/309
-_ROW = Tile(8, 256, stages=4, warps=2, gemv=True)
+_ROW = Tile(8, 512, stages=3, warps=4, gemv=True)
 _WIDE = 16384  # output columns from which no split is needed to keep every multiprocessor busy
 
 
-def best_tile(x: Tensor, weight: Tensor, swiglu: bool = False) -> Tile | None:
-    """How to multiply x [T, K] by weight [N, K], or gate and up [2N, K]; None: leave it to cuBLAS."""
+def best_tile(x: Tensor, weight: Tensor, *, swiglu: bool = False, normed: bool = False) -> Tile | None:
+    """How to multiply x [T, K] by weight [N, K], or gate and up [2N, K]; None: leave it to cuBLAS.
+
+    `normed`: including the norm of x, which only the product of a single row has registers for.
+    """
     rows, (columns, inner) = len(x), weight.shape
     if not 0 < rows <= MAX_ROWS or x.element_size() != 2 or not pdl.supported(x.device):
         return None
     if rows == 1:
         return _ROW
+    if normed:
+        return None
     if swiglu:
         return Tile(32, 128) if rows <= 16 else Tile(64, 128, transposed=True)
     if columns >= _WIDE:
@@ -193,27 +221,38 @@ def skinny_triton(
     weight: Tensor,
     bias: Tensor | None,
     tile: Tile,
+    *,
     swiglu: bool = False,
+    norm: Norm | None = None,
+    add: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N], for T up to 64.
 
-    With `swiglu` the weight is [gate; up] of [2N, K], and the result silu(x gateᵀ) * (x upᵀ).
+    Args:
+        x: rows contiguous.
+        weight: contiguous.
+        bias: or None.
+        tile: how to cut it.
+        swiglu: the weight is [gate; up] of [2N, K], the result silu(x gateᵀ) * (x upᵀ).
+        norm: of x, first; only with a gemv tile.
+        add: to what `out` holds.
+        out: where the result goes.
     """
     rows, inner = x.shape
     columns = weight.shape[0] // 2 if swiglu else weight.shape[0]
     x = x if x.stride(1) == 1 else x.contiguous()
     device = x.device
     y = torch.empty((rows, columns), dtype=x.dtype, device=device) if out is None else out
-    early = pdl.supported(device)
-    options = {"num_warps": tile.warps, **({"launch_pdl": True} if early else {})}
     programs = triton.cdiv(columns, tile.block_n)
+    eps, scale = (0.0, None) if norm is None else (norm.eps, norm.weight)
     shared = {
         "N": columns, "K": inner, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.stages,
-        "SWIGLU": swiglu, "BIAS": bias is not None, "LINES": tile.lines, "PDL": early,
+        "SWIGLU": swiglu, "BIAS": bias is not None, "ADD": add, "LINES": tile.lines,
+        "num_warps": tile.warps, **pdl.launch(device),
     }  # fmt: skip
     if tile.gemv:
-        _gemv_kernel[(programs,)](x, weight, bias, y, **shared, **options)
+        _gemv_kernel[(programs,)](x, weight, bias, scale, y, eps, NORM=norm is not None, **shared)
         return y
     block_m = max(16, triton.next_power_of_2(rows))
     partial = y
@@ -223,6 +262,6 @@ def skinny_triton(
     _skinny_kernel[(programs, tile.splits)](
         x, weight, bias, y, partial, _arrivals(device), rows, x.stride(0), y.stride(0),
         BLOCK_M=block_m, SPLITS=tile.splits, TRANSPOSED=tile.transposed,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shared, **options,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shared,
     )  # fmt: skip
     return y

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.gemm_skinny import best_tile, skinny_triton
+from kernels.gemm_skinny import Norm, best_tile, skinny_triton
+from kernels.norm import rms_norm
 from kernels.swiglu import swiglu
 
 # Microseconds of F.linear / W xᵀ ("mm") in float32 with two threads on Zen 3 (AVX2, MKL 2024.2), weights out
@@ -57,13 +58,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     return y if out is None else out.copy_(y)
 
 
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x gateᵀ) * (x upᵀ) of x [T, K] and weight [2N, K], which is gate above up -> [T, N]."""
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual [T, N] += linear(x, weight, bias), in place."""
     if x.is_cuda:
+        tile = best_tile(x, weight)
+        if tile is not None:
+            return skinny_triton(x, weight, bias, tile, add=True, out=residual)
+        if bias is None:
+            return residual.addmm_(x, weight.t())
+    return residual.add_(linear(x, weight, bias))
+
+
+def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of the normalised rows of x: see `rms_norm`."""
+    if x.is_cuda:
+        tile = best_tile(x, weight, normed=True)
+        if tile is not None:
+            return skinny_triton(x, weight, bias, tile, norm=Norm(norm, eps))
+    return linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def normed_linear_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """silu(y gateᵀ) * (y upᵀ) -> [T, N], of y, the normalised rows of x [T, K]; weight [2N, K] is gate above
+    up."""
+    if x.is_cuda:
+        tile = best_tile(x, weight, swiglu=True, normed=True)
+        if tile is not None:
+            return skinny_triton(x, weight, None, tile, swiglu=True, norm=Norm(norm, eps))
+        x = rms_norm(x, norm, eps)
         tile = best_tile(x, weight, swiglu=True)
         if tile is not None:
             return skinny_triton(x, weight, None, tile, swiglu=True)
-    return swiglu(linear(x, weight))
+        return swiglu(linear(x, weight))
+    return swiglu(linear(rms_norm(x, norm, eps), weight))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -34,10 +34,11 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < HIDDEN
+    b_w = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
+    begin(PDL)
     b_x = tl.load(p_x + i_t * stride_x + o_h, mask=m_h, other=0.0).to(tl.float32)
     if ADD:
         p_r = p_residual + i_t * stride_residual + o_h
@@ -45,7 +46,6 @@ def _rms_norm_kernel(
         tl.store(p_r, b_sum, mask=m_h)
         b_x = b_sum.to(tl.float32)
     b_scale = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / HIDDEN + eps)
-    b_w = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
     b_y = b_x * b_scale * b_w
     tl.store(p_out + i_t * stride_out + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
 

@@ -317,3 +317,34 @@ def test_slots_say_what_is_wasted():
     harness.add("a", [1] * 9, 5)
     harness.step()
     assert harness.scheduler.slots() == (3 * PAGE, 9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_equal_prefixes_that_arrive_together_are_computed_once(depth: int):
+    harness = Harness(pages=400, budget=400, depth=depth)
+    prefix = [i % 50 for i in range(320)]
+    requests = [harness.add(f"r{i}", [*prefix, 40 + i, i], 3) for i in range(6)]
+    other = harness.add("other", [7] * 30, 3)
+    assert {row.request.id for row in harness.step().rows} == {"r0", "other"}
+    harness.run()
+    for request in requests:
+        assert outputs(request) == expected(request.tokens[:322], 3)
+    assert sum(request.cached_tokens for request in requests) == 5 * 320
+    assert outputs(other) == expected([7] * 30, 3)
+
+
+def test_a_request_held_back_starts_when_the_one_it_waits_for_goes():
+    harness = Harness(pages=400, budget=100)
+    prefix = [i % 50 for i in range(320)]
+    first, second = harness.add("a", [*prefix, 1], 3), harness.add("b", [*prefix, 2], 3)
+    harness.step()
+    assert second.row < 0
+    harness.scheduler.finish(first, "abort")
+    harness.run()
+    assert outputs(second) == expected([*prefix, 2], 3)
+
+
+def test_a_short_common_prefix_is_not_waited_for():
+    harness = Harness(pages=400, budget=400)
+    requests = [harness.add(f"r{i}", [*range(40), i], 3) for i in range(3)]
+    assert len(harness.step().rows) == len(requests)

@@ -11,11 +11,15 @@ again before the last step's tokens are known; see Request.pending.
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass
 
 from worker.engine.blocks import PagePool, page_hash, root_hash
 from worker.ipc.messages import FinishReason
 from worker.request import Request, Row, Step
+
+WORTH_WAITING = 256  # tokens of a prefix, for which a request waits until they are cached
+MOST_HELD_BACK = 64  # requests looked at behind one that waits for a prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +165,14 @@ class Scheduler:
         # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of
         # the pool usable.
         watermark = min(len(self.running), self.pool.capacity // 50) if self.running else 0
-        while self.waiting and budget > 0 and self._free_rows:
-            request = self.waiting[0]
+        computing = self._pages_being_computed() if self.waiting else set()
+        held_back = 0
+        while held_back < min(len(self.waiting), MOST_HELD_BACK) and budget > 0 and self._free_rows:
+            request = self.waiting[held_back]
             cached = self._cached_pages(request)
+            if self._worth_waiting_for(request, len(cached), computing):
+                held_back += 1
+                continue
             start = len(cached) * self.pool.page_size
             remaining = request.length - start
             if remaining > budget and not self.config.chunked_prefill and rows:
@@ -171,12 +180,29 @@ class Scheduler:
             need = self._pages_for(request.length) - len(cached) + self.pool.idle(cached)
             if need + promised + watermark > self.pool.num_free:
                 break
-            del self.waiting[0]
+            del self.waiting[held_back]
             count = min(remaining, budget) if self.config.chunked_prefill else remaining
             self._start(request, cached, count, now)
             self._schedule_row(request, count, rows)
+            computing |= self._unpublished(request)
             promised += self._pages_for(request.length) - len(request.pages)
             budget -= count
+
+    def _pages_being_computed(self) -> set[bytes]:
+        """Hashes of prompt pages that running requests will have published within a few steps."""
+        return set().union(*(self._unpublished(request) for request in self.running))
+
+    def _unpublished(self, request: Request) -> set[bytes]:
+        full = (request.prompt_length - 1) // self.pool.page_size
+        if not self.pool.prefix_cache or request.published >= full:
+            return set()
+        return set(self._hashes(request, full)[request.published :])
+
+    def _worth_waiting_for(self, request: Request, cached: int, computing: set[bytes]) -> bool:
+        """Whether so many of the request's next pages are being computed for others already that it had
+        better find them cached: of many equal prefixes that arrive together, one is computed."""
+        shared = itertools.takewhile(computing.__contains__, request.hashes[cached:])
+        return sum(1 for _ in shared) * self.pool.page_size >= WORTH_WAITING
 
     def _start(self, request: Request, cached: list[int], count: int, now: float) -> None:
         self.pool.hold(cached)

@@ -15,8 +15,8 @@ from torch.nn.functional import embedding
 
 from kernels.attention import paged_attention
 from kernels.batch import AttentionBatch
-from kernels.linear import linear, linear_swiglu
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.linear import linear, linear_add, normed_linear, normed_linear_swiglu
+from kernels.norm import rms_norm
 from kernels.rope_cache import rope_and_cache
 from worker.model.config import ModelConfig
 from worker.model.rope import cos_sin_table
@@ -28,28 +28,31 @@ Parameters = Callable[
 
 
 class Linear:
-    """y = x Wᵀ + b: [T, in] → [T, out]."""
+    """Weight [out, in] and bias [out], if any, of y = x Wᵀ + b."""
 
     __slots__ = ("bias", "weight")
 
     def __init__(self, parameters: Parameters, name: str) -> None:
-        weight = parameters(f"{name}.weight")
-        assert weight is not None
-        self.weight = weight
+        self.weight = _parameter(parameters, f"{name}.weight")
         self.bias = parameters(f"{name}.bias")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+
+def _parameter(parameters: Parameters, name: str) -> Tensor:
+    parameter = parameters(name)
+    assert parameter is not None
+    return parameter
 
 
 class Attention:
-    """Grouped-query attention with rotary positions over the paged KV cache: [T, hidden] → [T, hidden]."""
+    """Grouped-query attention with rotary positions over the paged KV cache, of the normalised residual
+    stream [T, hidden] and added to it."""
 
-    __slots__ = ("head_dim", "output", "qkv", "scale", "sizes", "window")
+    __slots__ = ("eps", "head_dim", "norm", "output", "qkv", "scale", "sizes", "window")
 
     def __init__(
         self, parameters: Parameters, config: ModelConfig, num_heads: int, num_kv_heads: int
     ) -> None:
+        self.norm, self.eps = _parameter(parameters, "input_norm.weight"), config.rms_norm_eps
         self.qkv = Linear(parameters, "qkv")
         self.output = Linear(parameters, "output")
         self.head_dim = config.head_dim
@@ -58,53 +61,29 @@ class Attention:
         self.window = config.sliding_window or 0
 
     def __call__(
-        self, x: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split_with_sizes(self.sizes, 1)
+        qkv = normed_linear(residual, self.norm, self.eps, self.qkv.weight, self.qkv.bias)
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.sizes, 1)
         q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
         out = paged_attention(q, k_cache, v_cache, batch, self.scale, self.window)
-        return self.output(out.flatten(1))
+        return linear_add(out.flatten(1), self.output.weight, self.output.bias, residual)
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)): [T, hidden] → [T, hidden] (arXiv 2002.05202)."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of the normalised residual stream x [T, hidden], added
+    to it."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("down", "eps", "gate_up", "norm")
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
+        self.norm, self.eps = _parameter(parameters, "mlp_norm.weight"), config.rms_norm_eps
         self.gate_up = Linear(parameters, "gate_up")
         self.down = Linear(parameters, "down")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(linear_swiglu(x, self.gate_up.weight))
-
-
-class DecoderLayer:
-    """Attention and MLP, each followed by the sum with the residual stream and the norm of what comes next.
-
-    So a layer takes its input already normalised, and hands on the next one's; the first norm is the model's.
-    """
-
-    __slots__ = ("attention", "eps", "mlp", "mlp_norm", "next_norm")
-
-    def __init__(
-        self, attention: Attention, mlp: Mlp, mlp_norm: Tensor, next_norm: Tensor, eps: float
-    ) -> None:
-        self.attention, self.mlp = attention, mlp
-        self.mlp_norm, self.next_norm, self.eps = mlp_norm, next_norm, eps
-
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        x = self.attention(x, cos_sin, batch, k_cache, v_cache)
-        x, residual = add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        return add_rms_norm(self.mlp(x), residual, self.next_norm, self.eps)
+    def __call__(self, residual: Tensor) -> Tensor:
+        x = normed_linear_swiglu(residual, self.norm, self.eps, self.gate_up.weight)
+        return linear_add(x, self.down.weight, self.down.bias, residual)
 
 
 class CausalLM:
@@ -126,23 +105,17 @@ class CausalLM:
         named = self.named_parameters
         self._embedding = named["embedding.weight"]
         self._lm_head = named.get("lm_head.weight", self._embedding)
-        norms = [named[f"layers.{i}.input_norm.weight"] for i in range(config.num_layers)]
-        self._first_norm, *next_norms = [*norms, named["final_norm.weight"]]
-        self._layers = [self._layer(i, next_norm) for i, next_norm in enumerate(next_norms)]
+        self._norm = named["final_norm.weight"]
+        self._layers = [self._layer(i) for i in range(config.num_layers)]
 
-    def _layer(self, i: int, next_norm: Tensor) -> DecoderLayer:
+    def _layer(self, i: int) -> tuple[Attention, Mlp]:
         config, named = self.config, self.named_parameters
 
         def parameters(name: str) -> Tensor | None:
             return named.get(f"layers.{i}.{name}")
 
-        return DecoderLayer(
-            Attention(parameters, config, config.num_heads, config.num_kv_heads),
-            Mlp(parameters),
-            named[f"layers.{i}.mlp_norm.weight"],
-            next_norm,
-            config.rms_norm_eps,
-        )
+        attention = Attention(parameters, config, config.num_heads, config.num_kv_heads)
+        return attention, Mlp(parameters, config)
 
     def parameters(self) -> Iterator[Tensor]:
         """Every parameter once; tied embeddings are one."""
@@ -166,11 +139,10 @@ class CausalLM:
             [T, hidden_size] after the final norm.
         """
         residual = embedding(token_ids, self._embedding)
-        x = rms_norm(residual, self._first_norm, self.config.rms_norm_eps)
         cos_sin = self.cos_sin
-        for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, cos_sin, batch, k_cache, v_cache)
-        return x
+        for (attention, mlp), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
+            residual = mlp(attention(residual, cos_sin, batch, k_cache, v_cache))
+        return rms_norm(residual, self._norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, hidden_size] → [R, vocab_size], in `out` if given."""

@@ -200,7 +200,8 @@ class Sampler:
 
     def _columns(self, values: list[tuple[float, ...]]) -> tuple[Tensor, ...]:
         """Columns [R, 1] of per-row numbers."""
-        return torch.tensor(values, dtype=torch.float32, device=self.device).split(1, dim=1)
+        columns = torch.tensor(values, dtype=torch.float32, device=self.device)
+        return columns.tensor_split(len(values[0]), dim=1)
 
     # ---- the draw
 

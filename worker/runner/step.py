@@ -87,7 +87,7 @@ class Runner:
         return Launched(step, sampled)
 
     def _run(self, host: HostStep) -> Tensor | None:
-        """Logits [R, vocab] of the sampling rows of a step that is not all decodes; None when none samples."""
+        """Logits [R, vocab] of the rows that sample, in a step that is not all decodes; None without any."""
         hidden = self._mixed.forward(host) if self._mixed is not None else None
         if hidden is None:
             tokens, batch = device_step(host, self._state)
