@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from rich.progress import BarColumn as Bar
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -177,15 +176,20 @@ class LLM:
         self, results: list[RequestOutput], each: list[SamplingParams], progress: bool, continuation: bool
     ) -> list[RequestOutput]:
         active: dict[str, _Answer] = {}
+        ends = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         try:
             for result, params in zip(results, each):
-                engine_params = self._with_ends(params)
                 for index, seed in enumerate(choice_seeds(params)):
                     answer = _Answer(result, index, params, self.tokenizer, continuation)
                     name = f"llm-{next(self._ids)}"
                     active[name] = answer
                     message = EngineRequest(
-                        name, result.prompt_token_ids, engine_params, seed, arrival=time.monotonic()
+                        name,
+                        result.prompt_token_ids,
+                        params,
+                        seed,
+                        arrival=time.monotonic(),
+                        end_token_ids=ends,
                     )
                     refused = self._engine.add(message)
                     if refused is not None:
@@ -196,13 +200,6 @@ class LLM:
                 self._engine.abort(name)
             self._engine.drain()
         return results
-
-    def _with_ends(self, params: SamplingParams) -> SamplingParams:
-        """The tokenizer may know ends that the model's configuration doesn't."""
-        if self.tokenizer is None or params.ignore_eos:
-            return params
-        ends = dict.fromkeys((*params.stop_token_ids, *self.tokenizer.eos_token_ids))
-        return msgspec.structs.replace(params, stop_token_ids=tuple(ends))
 
     def _step_until_done(self, active: dict[str, _Answer], progress: bool) -> None:
         columns = (

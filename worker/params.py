@@ -16,6 +16,7 @@ _M64 = (1 << 64) - 1
 MAX_N = 128
 MAX_STOP = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5  # below it, arg max; the distribution would be one token to float32 anyway
@@ -95,8 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
                 _fail("stop", f"each stop string must have 1 to {MAX_STOP_LENGTH} characters")
-        if len(self.stop_token_ids) > MAX_STOP * 16:
-            _fail("stop_token_ids", f"stop_token_ids may hold at most {MAX_STOP * 16} ids")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            _fail("stop_token_ids", f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids")
         for token in self.stop_token_ids:
             self._check_int("stop_token_ids", token, 0, 1 << 31)
         self._check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)

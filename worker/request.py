@@ -64,9 +64,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self.first_scheduled = 0.0
-        self.stop_tokens = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else eos_token_ids
-        )
+        ends = frozenset() if params.ignore_eos else eos_token_ids.union(message.end_token_ids)
+        self.stop_tokens = ends.union(params.stop_token_ids)
         self.token_limit = max_model_len  # prompt + output never get longer
         if params.max_tokens is not None:
             self.token_limit = min(self.token_limit, self.prompt_length + params.max_tokens)

@@ -152,8 +152,9 @@ class FakeEngine:
             new, rest = tokens[: self.per_step], tokens[self.per_step :]
             self.generated += len(new)
             output = RequestOutput(request_id, new, cached_tokens=len(request.prompt_token_ids) // 16 * 16)
-            ends = new and new[-1] in request.params.stop_token_ids
-            if ends:
+            ends = () if request.params.ignore_eos else request.end_token_ids
+            stopped = new and new[-1] in (*request.params.stop_token_ids, *ends)
+            if stopped:
                 output.stop_token, output.finish_reason = new[-1], "stop"
             elif not rest:
                 output.finish_reason = "length"

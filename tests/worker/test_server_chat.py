@@ -18,6 +18,7 @@ from tests.worker.fake_engine import (
     serving,
     strict_json,
 )
+from worker.params import MAX_STOP_TOKEN_IDS
 from worker.server.state import ServerState
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -250,10 +251,12 @@ async def test_every_parameter_reaches_the_engine() -> None:
 
 async def test_the_tokenizers_end_tokens_end_answers_too() -> None:
     engine = FakeEngine()
-    await chat(make_state(engine))
-    await chat(make_state(engine), ignore_eos=True)
-    assert engine.submitted[0].params.stop_token_ids == (IM_END,)
-    assert engine.submitted[1].params.stop_token_ids == ()
+    most = list(range(MAX_STOP_TOKEN_IDS))
+    answers = [await chat(make_state(engine), **more) for more in ({}, {"ignore_eos": True})]
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["stop", "length"]
+    await chat(make_state(engine), stop_token_ids=most)  # they take no room from the request's own
+    assert [request.end_token_ids for request in engine.submitted] == [(IM_END,)] * 3
+    assert [request.params.stop_token_ids for request in engine.submitted] == [(), (), tuple(most)]
 
 
 async def test_request_ids_and_headers() -> None:

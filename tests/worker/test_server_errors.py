@@ -9,7 +9,7 @@ import pytest
 
 from tests.worker.fake_engine import INFO, MODEL, VOCAB_SIZE, FakeEngine, in_process, make_state, strict_json
 from worker.ipc.messages import EngineRequest
-from worker.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams
+from worker.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP, MAX_STOP_TOKEN_IDS, SamplingParams
 from worker.server.schemas import MAX_PROMPTS, NOT_OFFERED, ChatRequest
 from worker.server.text_model import TextModel
 
@@ -55,6 +55,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", 5]}, "stop[1]"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),

@@ -24,6 +24,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str = ""
     priority: int = 0  # lower runs first
     arrival: float = 0.0  # time.monotonic() of the server: the clock is the machine's
+    # Ends that the tokenizer knows, beside the model's own; not for a request with ignore_eos.
+    end_token_ids: tuple[int, ...] = ()
 
 
 class ToEngine(msgspec.Struct, array_like=True):

@@ -90,7 +90,7 @@ class Generation:
         if params.stop:
             text.need_tokenizer("stop")
         _check_logit_bias(params, info)
-        ends = text.tokenizer.eos_token_ids if text.tokenizer and not params.ignore_eos else ()
+        ends = text.tokenizer.eos_token_ids if text.tokenizer else ()
         self._sequences: list[_Sequence] = []
         for prompt in prompts:
             length = _answer_length(prompt, params.max_tokens, info, param)
@@ -101,14 +101,7 @@ class Generation:
                     f"min_tokens ({params.min_tokens}) must not exceed the answer's limit of {length} tokens",
                     "min_tokens",
                 )
-            engine_params = msgspec.structs.replace(
-                params,
-                n=1,
-                stop=(),
-                # The tokenizer may know ends that the model's configuration doesn't.
-                stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))),
-                max_tokens=length,
-            )
+            engine_params = msgspec.structs.replace(params, n=1, stop=(), max_tokens=length)
             for seed in choice_seeds(params):
                 index = len(self._sequences)
                 engine_request = EngineRequest(
@@ -118,6 +111,7 @@ class Generation:
                     seed=seed,
                     cache_salt=request.cache_salt or "",
                     priority=request.priority or 0,
+                    end_token_ids=ends,
                 )
                 choice = Choice(index, text.tokenizer, params, continuation=continuation)
                 self._sequences.append(_Sequence(choice, engine_request, state.metrics.sequence(started)))
