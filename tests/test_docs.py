@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from contracts.headers import DRAINING
 from contracts.options import WorkerOptions
+from contracts.units import parse_bytes
 from gateway.__main__ import main as gateway_command
 from gateway.app import Gateway
 from gateway.cli import main as pagefleet
@@ -127,7 +128,9 @@ def test_defaults_of_integers_and_switches() -> None:
             written = row[2].strip("`")
             if isinstance(default, bool):
                 assert written == ("on" if default else "off"), row
-            elif isinstance(default, int) or re.fullmatch(r"\d+(\.\d+)?", written):
+            elif isinstance(default, int):
+                assert parse_bytes(written) == default, row
+            elif re.fullmatch(r"\d+(\.\d+)?", written):
                 assert float(written) == default, row
 
 

@@ -10,7 +10,7 @@ from worker.config import read_config_or_exit
 
 
 def main() -> None:
-    """Read options, serve, exit: 0 stopped on request, 1 failed, 2 invalid options."""
+    """Read options, serve, exit: 0 stopped on request, 1 failed, 2 invalid options, address or model."""
     config = read_config_or_exit(sys.argv[1:])
     logging.basicConfig(
         level=logging.INFO,

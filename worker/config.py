@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contracts.options import WorkerOptions
-from contracts.units import Duration
+from contracts.units import ByteSize, Duration
 
 ENV_PREFIX = "PAGEFLEET_WORKER_"
 EXIT_INVALID = 2
@@ -38,6 +38,9 @@ class WorkerConfig(WorkerOptions):
     )
     parent_pid: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Process whose end ends this one as well; none: it stands alone."
+    )
+    max_body: Annotated[ByteSize, Field(ge=1024)] = Field(
+        64 << 20, description="Largest request body; default: 64MiB."
     )
     shutdown_timeout: Duration = Field(
         900.0, description="Drain limit: how long running answers may go on after SIGTERM; default: 15m."
@@ -96,7 +99,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "enable_chunked_prefill",
         "max_waiting",
     ),
-    "server": ("host", "port", "uds", "shutdown_timeout", "stall_limit", "disable_log_stats"),
+    "server": ("host", "port", "uds", "max_body", "shutdown_timeout", "stall_limit", "disable_log_stats"),
     "fleet": ("slot", "generation", "parent_pid"),
 }
 

@@ -12,7 +12,16 @@ import socket
 import time
 
 from worker.ipc.channel import ChannelClosed, EngineChannel
-from worker.ipc.messages import EngineInfo, EngineStats, Progress, Ready, RequestOutput, StepDone, ToEngine
+from worker.ipc.messages import (
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Progress,
+    Ready,
+    RequestOutput,
+    StepDone,
+    ToEngine,
+)
 
 STEP_SECONDS = 0.02
 INFO = EngineInfo(
@@ -34,12 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--fail", default="no")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel: EngineChannel[ToEngine] = EngineChannel(socket.socket(fileno=arguments.fd), ToEngine)
     channel.send(Progress("weights", 1, 2))
     time.sleep(arguments.load_seconds)
+    if arguments.fail != "no":
+        channel.send(Failed("the KV cache is too small", permanent=arguments.fail == "always"))
+        channel.drain(1.0)
+        return
     channel.send(Ready(INFO))
     with contextlib.suppress(ChannelClosed):
         serve(channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from tests.worker.fake_engine import INFO, MODEL, VOCAB_SIZE, FakeEngine, in_process, make_state, strict_json
 from worker.ipc.messages import EngineRequest
 from worker.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP, MAX_STOP_TOKEN_IDS, SamplingParams
+from worker.server.app import create_app
 from worker.server.schemas import MAX_PROMPTS, NOT_OFFERED, ChatRequest
 from worker.server.text_model import TextModel
 
@@ -98,6 +100,9 @@ CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
 ]
@@ -214,6 +219,9 @@ async def test_unknown_paths_and_methods(method: str, path: str, status: int) ->
     check_shape(answer.json())
     if status == 405:
         assert answer.headers["allow"]
+        assert answer.json()["error"]["code"] == "method_not_allowed"
+    else:
+        assert answer.json()["error"]["code"] in ("route_not_found", "model_not_found")
 
 
 async def test_model_name_comes_from_body_or_query_and_must_be_served() -> None:
@@ -223,7 +231,8 @@ async def test_model_name_comes_from_body_or_query_and_must_be_served() -> None:
             for fields, query in (({"model": "a"}, ""), ({"model_name": "b/c"}, ""), ({}, "?model=b/c")):
                 assert (await client.post(path + query, json={**body, **fields})).status_code == 200
             missing = await client.post(path, json=body)
-            assert (missing.status_code, missing.json()["error"]["param"]) == (400, "model")
+            error = missing.json()["error"]
+            assert (missing.status_code, error["param"], error["code"]) == (400, "model", "model_missing")
             unknown = await client.post(path, json={**body, "model": "x"})
             assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
@@ -278,18 +287,40 @@ async def test_full_queue_is_a_503_to_retry() -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_body_over_the_limit_is_a_413(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.server.exchange.MAX_BODY", 1000)
+async def test_body_over_the_limit_is_a_413(announced: bool) -> None:
     body = b'{"prompt":"' + b"x" * 2000 + b'"}'
 
     async def in_chunks() -> Any:
         for start in range(0, len(body), 100):
             yield body[start : start + 100]
 
-    async with in_process(make_state()) as client:
+    async with in_process(make_state(max_body=1024)) as client:
         answer = await client.post(TEXT, content=body if announced else in_chunks())
     assert answer.status_code == 413
-    assert "1000" in check_shape(answer.json())["message"]
+    error = check_shape(answer.json())
+    assert "limit of 1024 bytes" in error["message"]
+    assert "--max-body" in error["message"]
+    assert error["code"] == "request_too_large"
+    async with in_process(make_state(max_body=len(body), max_model_len=512)) as client:
+        answer = await client.post(TEXT, content=body if announced else in_chunks())
+    assert check_shape(answer.json())["code"] == "model_missing"
+
+
+async def test_body_that_stops_coming_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.server.exchange.BODY_IDLE_SECONDS", 0.05)
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.sleep(10)
+
+    scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": []}
+    await create_app(make_state())(scope, receive, send)
+    assert sent[0]["status"] == 408
+    assert check_shape(strict_json(sent[1]["body"]))["code"] == "request_timeout"
 
 
 async def test_a_defect_of_the_server_is_a_500_without_the_prompt_in_the_log(

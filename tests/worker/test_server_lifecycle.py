@@ -108,11 +108,11 @@ def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*FAKE, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_port_in_use_is_exit_1_that_says_so() -> None:
+def test_port_in_use_is_exit_2_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = run_to_end(*OPTIONS, "--port", str(port))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert f"port {port}: Address already in use" in ended.stderr
 
 
@@ -121,7 +121,7 @@ def test_socket_of_a_living_process_is_not_taken(tmp_path: Path) -> None:
         living.bind(str(tmp_path / "w.sock"))
         living.listen()
         ended = run_to_end(*OPTIONS, "--uds", str(tmp_path / "w.sock"))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "Address already in use" in ended.stderr
 
 
@@ -167,6 +167,8 @@ def test_serves_health_and_progress_while_it_loads(tmp_path: Path) -> None:
 def test_sigterm_does_not_wait_for_a_download(tmp_path: Path) -> None:
     with worker(tmp_path, before=("--find-seconds", "300"), ready=False) as finding:
         finding.wait_status("/ready", 503)
+        answer = wait_for(lambda: (b := finding.client.get("/ready").json())["phase"] == "download" and b)
+        assert (answer["done"], answer["total"]) == (5, 9)
         finding.process.terminate()
         assert finding.exit()[0] == 0
 
@@ -226,6 +228,13 @@ def test_death_of_the_engine_is_answered_then_exit_1(tmp_path: Path) -> None:
         code, log = running.exit()
         assert code == 1
         assert "signal 9" in log
+
+
+@pytest.mark.parametrize(("fail", "code"), [("once", 1), ("always", 2)])
+def test_an_engine_that_can_never_start_is_exit_2(fail: str, code: int) -> None:
+    ended = run_to_end("--fail", fail, *OPTIONS, "--port", "0")
+    assert ended.returncode == code
+    assert "the engine did not start: the KV cache is too small" in ended.stderr
 
 
 def test_ends_with_the_parent_it_was_given(tmp_path: Path) -> None:

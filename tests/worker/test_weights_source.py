@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -168,6 +171,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubRequest)
         self.files = files
         self.served: set[str] = set()
+        self.slow = 1  # large files come in so many pieces, with a pause after each
 
 
 class HubRequest(SimpleHTTPRequestHandler):
@@ -199,7 +203,11 @@ class HubRequest(SimpleHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            pieces = self.server.slow if len(body) > 4096 else 1
+            for start in range(0, len(body), max(1, len(body) // pieces)):
+                self.wfile.write(body[start : start + max(1, len(body) // pieces)])
+                if pieces > 1:
+                    time.sleep(0.2)
 
     do_GET = do_HEAD = answer
 
@@ -272,3 +280,50 @@ def test_hub(hub: Hub, tmp_path: Path) -> None:
     assert found[0] == "safetensors"
     assert "the local cache only: HF_HUB_OFFLINE is set" in found[1]
     assert not hub.served
+
+
+LARGE = 40 << 20
+WATCH = """
+import sys, threading
+from worker.weights.source import resolve_source
+source = sys.argv[1]
+reports = [[], []]
+def resolve(number):
+    resolve_source(source, lambda done, total: reports[number].append((done, total)))
+threads = [threading.Thread(target=resolve, args=(number,)) for number in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for report in reports:
+    print(report)
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("source", ["org/model", "org/model/quant/m.gguf"])
+def test_a_download_shows_that_it_moves_also_to_who_waits_for_it(
+    hub: Hub, tmp_path: Path, source: str
+) -> None:
+    """Two workers of one model: one fetches, the other waits for its lock."""
+    name = source.removeprefix("org/model/") if source.count("/") > 1 else "model.safetensors"
+    hub.files[name] += bytes(LARGE)
+    hub.slow = 15
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, source], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "%" not in done.stderr  # no bars in a log
+    reports = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    for report in reports:
+        moves = [b[0] > a[0] for a, b in itertools.pairwise(report)]
+        assert sum(moves) >= 2, (report, done.stderr)
+    assert any(LARGE <= total < 1.1 * LARGE for report in reports for _, total in report), reports

@@ -70,7 +70,7 @@ def _readiness(state: ServerState) -> dict[str, Any]:
     if engine is not None and engine.state == "dead":
         status, progress = "failed", Progress("failed", 0, 0)
     elif engine is None or engine.state != "ready" or state.text is None:
-        status, progress = "loading", (engine.progress if engine else None) or Progress("start", 0, 0)
+        status, progress = "loading", (engine.progress if engine else None) or state.progress
     elif gate.draining:
         status, progress = "draining", Progress("draining", 0, 0)
     body = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contracts.errors import not_found
 from worker.server import admin
 from worker.server.chat import chat_completions
 from worker.server.completions import completions
 from worker.server.endpoint import Endpoint, Handler
 from worker.server.exchange import Exchange
 from worker.server.native import detokenize, generate, generate_stream, tokenize
+from worker.server.refusals import route_not_found
 from worker.server.state import ServerState
 
 _WORK: dict[str, Handler] = {
@@ -44,9 +44,7 @@ def create_app(state: ServerState) -> ASGIApp:
 
     async def nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await Exchange(scope, receive, send, state.model_name).fail(
-                not_found("There is nothing at this path.")
-            )
+            await Exchange(scope, receive, send, state.model_name).fail(route_not_found())
 
     routes = [
         *(Route(path, Endpoint(state, {"POST": handler}, gated=True)) for path, handler in _WORK.items()),

@@ -104,6 +104,11 @@ def _refuse_unsupported(request: ChatRequest) -> None:
         raise bad_request(
             'tools are not supported yet; send tool_choice: "none", or leave tools out', "tools"
         )
+    if not request.tools and request.tool_choice not in (None, "none", "auto"):
+        raise bad_request(
+            "tool_choice asks for a call, but there are no tools (nor are they supported yet); leave it out",
+            "tool_choice",
+        )
     if request.functions:
         raise bad_request("functions are not supported", "functions")
 

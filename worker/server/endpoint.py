@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from contracts.errors import ApiError, internal_error, not_found
+from contracts.errors import ApiError, internal_error
 from worker.server.exchange import ClientGone, Exchange
+from worker.server.refusals import route_not_found
 from worker.server.state import ServerState
 
 log = logging.getLogger("pagefleet.worker")
@@ -52,16 +53,21 @@ class Endpoint:
         handler = self._handlers.get(method)
         if handler is None:
             allowed = ", ".join(sorted(self._handlers))
-            raise ApiError(405, f"This path takes {allowed}, not {method}.", headers={"allow": allowed})
+            raise ApiError(
+                405,
+                f"This path takes {allowed}, not {method}.",
+                code="method_not_allowed",
+                headers={"allow": allowed},
+            )
         # A page in a browser on this machine may not run the worker: browsers name it in Origin.
         if self._local and (not exchange.is_local or exchange.header("origin") is not None):
-            raise not_found("There is nothing at this path.")
+            raise route_not_found()
         if method != "POST":
             await handler(self._state, exchange)
             return
         if self._gated:
             self._state.gate.check()
-        await exchange.read_body()
+        await exchange.read_body(self._state.config.max_body)
         if not self._gated:
             await handler(self._state, exchange)
             return

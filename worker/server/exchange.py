@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.errors import ApiError
 from contracts.headers import REQUEST_ID, SERVED_MODEL
+from contracts.units import format_bytes
 
-MAX_BODY = 64 << 20
 BODY_IDLE_SECONDS = 60.0  # a client that sends nothing for so long gets 408
 SEND_STALL_SECONDS = 300.0  # a client that reads nothing for so long is dropped
 _MAX_REQUEST_ID = 128
@@ -103,9 +103,9 @@ class Exchange:
         client = self.scope.get("client")
         return client is None or client[0] in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "")
 
-    async def read_body(self) -> None:
-        """Read the whole body into `body`. ApiError 413 or 408; ClientGone when the client left."""
-        limit = MAX_BODY
+    async def read_body(self, limit: int) -> None:
+        """Read the whole body into `body`. ApiError 413 over `limit` bytes, 408 when it stops arriving;
+        ClientGone when the client left."""
         length = self.header("content-length")
         if length is not None and length.isdecimal() and int(length) > limit:
             raise _too_large(limit)
@@ -119,6 +119,7 @@ class Exchange:
                 raise ApiError(
                     408,
                     f"The request's body stopped arriving for {BODY_IDLE_SECONDS:.0f} s.",
+                    code="request_timeout",
                     headers={"connection": "close"},
                 ) from None
             if message["type"] == "http.disconnect":
@@ -203,7 +204,8 @@ def _usable_request_id(value: str | None) -> str | None:
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
-        f"The request's body is over the limit of {limit} bytes.",
+        f"The request's body is over the limit of {limit} bytes ({format_bytes(limit)}); send less, or "
+        "raise the worker's --max-body (in a fleet: gateway.max_body).",
         code="request_too_large",
         headers={"connection": "close"},  # the rest of the body is not read
     )

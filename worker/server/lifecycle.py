@@ -20,7 +20,7 @@ from contracts.options import WorkerOptions
 from contracts.units import format_bytes, format_duration
 from worker.config import EXIT_INVALID, WorkerConfig
 from worker.ipc.client import EngineClient, EngineDead, engine_command
-from worker.ipc.messages import EngineStats
+from worker.ipc.messages import EngineStats, Progress
 from worker.server.app import create_app
 from worker.server.listen import BindError, address, bind
 from worker.server.state import ServerState
@@ -92,7 +92,8 @@ class WorkerProcess:
         config = self.config
         started = time.monotonic()
         try:
-            source = await asyncio.to_thread(resolve_source, config.model)
+            source = await asyncio.to_thread(resolve_source, config.model, self._note_download)
+            self.state.progress = Progress("start", 0, 0)
             text = await asyncio.to_thread(TextModel.load, source, config)
         except ValueError as error:
             self._fail(f"the model can't be served: {error}", EXIT_INVALID)
@@ -105,7 +106,9 @@ class WorkerProcess:
         try:
             info = await client.wait_ready()
         except EngineDead as error:
-            self._fail(f"the engine did not start: {error}")
+            # Starting again without another option would fail the same way.
+            code = EXIT_INVALID if client.failure_is_permanent else EXIT_FAILED
+            self._fail(f"the engine did not start: {error}", code)
             return
         log.info(
             "ready after %s: %s, %s, weights %s, KV cache %s (%d pages of %d tokens), max_model_len %d",
@@ -122,6 +125,10 @@ class WorkerProcess:
         # The streams have been told already; they answer their clients before the process goes.
         await self.state.gate.wait_empty(_ANSWER_SECONDS)
         self._fail(f"the engine has ended: {client.failure}")
+
+    def _note_download(self, done: int, total: int) -> None:
+        """Called on another thread."""
+        self.state.progress = Progress("download", done, total)
 
     def _fail(self, message: str, code: int = EXIT_FAILED) -> None:
         log.error("%s", message)
@@ -237,7 +244,7 @@ def run_worker(config: WorkerConfig) -> int:
         sock = bind(config)
     except BindError as error:
         log.error("%s", error)
-        return EXIT_FAILED
+        return EXIT_INVALID
     import uvloop
 
     # The runner is not closed: it would wait for threads, and one may be deep in a download or a long prompt.

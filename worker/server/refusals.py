@@ -1,9 +1,13 @@
-"""Options of OpenAI's protocol that both of its routes take, and refuse or check the same way."""
+"""What several routes refuse or check the same way."""
 
 from __future__ import annotations
 
-from contracts.errors import bad_request
+from contracts.errors import ApiError, bad_request, not_found
 from worker.server.schemas import ResponseFormat, StreamOptions
+
+
+def route_not_found() -> ApiError:
+    return not_found("There is nothing at this path.", code="route_not_found")
 
 
 def refuse_unsupported_format(response_format: ResponseFormat | None) -> None:

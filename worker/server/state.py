@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from contracts.errors import ApiError, internal_error, model_not_found, unavailable
+from contracts.errors import ApiError, bad_request, internal_error, model_not_found, unavailable
 from contracts.headers import DRAINING, REFUSED
 from worker.config import WorkerConfig
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput
@@ -81,14 +81,15 @@ class Gate:
 class ServerState:
     """Configuration, engine, text side, metrics, and the requests in work of one worker.
 
-    `engine` and `text` are None until loading has got so far. `stopped`, once set, is the answer to whatever
-    has not reached the engine yet.
+    `engine` and `text` are None until loading has got so far; `progress` is that of the time before.
+    `stopped`, once set, is the answer to whatever has not reached the engine yet.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
         self.engine: Engine | None = None
         self.text: TextModel | None = None
+        self.progress = Progress("start", 0, 0)  # of what comes before the engine
         self.metrics = Metrics(self)
         self.gate = Gate()
         self.stopped: ApiError | None = None
@@ -105,7 +106,7 @@ class ServerState:
     def check_model(self, name: str | None) -> None:
         """ApiError 400 without a name, 404 for a name that isn't served here."""
         if not name:
-            raise ApiError(400, "model is missing; GET /v1/models lists the models.", param="model")
+            raise bad_request("model is missing; GET /v1/models lists the models.", "model", "model_missing")
         if name not in self.config.model_names:
             raise model_not_found(name)
 

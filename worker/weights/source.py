@@ -15,12 +15,11 @@ from worker.model.config import ModelConfig, UnsupportedModel, token_ids
 from worker.model.gguf_config import config_from_gguf
 from worker.model.hf_config import config_from_hf
 from worker.weights.gguf_header import GgufError, GgufHeader, read_gguf_header
+from worker.weights.hub import OnProgress, fetch
 
 RANDOM_PREFIX: Final = "random:"
 SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_HUB_FILES: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "tiktoken.model"]
-_HUB_IGNORED: Final = ["original/*", "consolidated*"]  # the same weights again, in the authors' own layout
 _HUB_ID: Final = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
 
 
@@ -42,9 +41,11 @@ class ModelSource:
     generation: dict[str, Any]
 
 
-def resolve_source(source: str) -> ModelSource:
+def resolve_source(source: str, on_progress: OnProgress | None = None) -> ModelSource:
     """Find what `source` names: an existing path, `random:CONFIG.json`, a hub id `org/name`, or one GGUF file
     of a hub repository, `org/name/file.gguf`. The hub is asked only when no such path exists.
+
+    `on_progress(done, total)` hears how many bytes of a download are there (see `worker.weights.hub.fetch`).
 
     Raises:
         SourceError: nothing is there, or it can't be served; the message names the reason.
@@ -53,7 +54,7 @@ def resolve_source(source: str) -> ModelSource:
         return _random(source)
     path = Path(source).expanduser()
     if not source or not path.exists():
-        path = _from_hub(source)
+        path = _from_hub(source, on_progress)
     if path.is_dir():
         return _directory(path)
     if path.suffix.lower() in _PICKLES:
@@ -171,26 +172,21 @@ def _pickle(path: Path) -> SourceError:
     )
 
 
-def _from_hub(source: str) -> Path:
+def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
     match = _HUB_ID.fullmatch(source)
     if match is None:
         raise SourceError(
             f"{source}: no such file or directory, and not a hub id (org/name or org/name/file.gguf) either"
         )
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    repo, file = match["repo"], match["file"]
     try:
-        if file:
-            return Path(huggingface_hub.hf_hub_download(repo, file))
-        return Path(
-            huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
-        )
+        return fetch(match["repo"], match["file"], on_progress)
     except Exception as error:  # the library lets pass whatever the network, the disk or a mirror brings up
         where = (
             "the local cache only: HF_HUB_OFFLINE is set"
-            if huggingface_hub.constants.HF_HUB_OFFLINE
-            else (f"{huggingface_hub.constants.ENDPOINT} and the local cache")
+            if constants.HF_HUB_OFFLINE
+            else (f"{constants.ENDPOINT} and the local cache")
         )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise SourceError(
