@@ -30,7 +30,7 @@ from pydantic_settings import (
 
 from contracts.options import WorkerOptions
 from contracts.units import ByteSize, Duration
-from gateway.config_check import check_names, check_paths, describe
+from gateway.config_check import check_names, check_paths, check_variable, describe
 from gateway.yaml_source import KeyPath, Problem, YamlSource, dotted, parse_yaml
 
 ENV_PREFIX = "PAGEFLEET_"
@@ -143,18 +143,29 @@ class GatewaySettings(_Block):
     audit: AuditSettings = AuditSettings()
 
 
+def _home_expanded(value: Path) -> Path:
+    try:
+        return value.expanduser()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"{value}: {error}") from None
+
+
 class SupervisorSettings(_Block):
     """Who runs the processes, and where their sockets, logs and records live.
 
     In seconds: a start that makes no progress for `start_timeout` has failed, however long the whole takes;
-    a stop waits `drain_timeout` for requests in flight.
+    an engine that has work and takes no step for `stall_timeout` hangs; a stop waits `drain_timeout` for
+    requests in flight.
     """
 
     backend: Annotated[Literal["local", "systemd", "ray"], _only("local", "use local")] = "local"
-    state_dir: Path = Path(".pagefleet")
+    state_dir: Annotated[Path, AfterValidator(_home_expanded)] = Path(".pagefleet")
     start_timeout: Annotated[
         Timeout, Field(description="A start without any progress for so long has failed.")
     ] = 120.0
+    stall_timeout: Annotated[
+        Timeout, Field(description="An engine that has work and takes no step for so long hangs.")
+    ] = 50.0
     drain_timeout: Annotated[Timeout, Field(description="How long a stop waits for requests in flight.")] = (
         30.0
     )
@@ -298,15 +309,12 @@ class _Reporter:
 
 
 def _environment(problems: list[Problem]) -> dict[str, Any]:
-    """The PAGEFLEET_ variables as a nested mapping; a name with __ that leads nowhere is a problem."""
-    known = FleetFile.model_fields
+    """The PAGEFLEET_ variables as a nested mapping; one that leads nowhere but was meant to is a problem."""
     for name in sorted(os.environ):
-        section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
-        if name.startswith(ENV_PREFIX) and nested and section.lower() not in known:
-            names = ", ".join(f"{ENV_PREFIX}{field.upper()}__…" for field in known)
-            problems.append(
-                Problem(f"environment {name}", None, "", f"there is no such setting; known are {names}")
-            )
+        if name.startswith(ENV_PREFIX):
+            message = check_variable(FleetFile, name, os.environ[name], ENV_PREFIX)
+            if message:
+                problems.append(Problem(f"environment {name}", None, "", message))
     try:
         return EnvSettingsSource(FleetFile)()
     except SettingsError as error:

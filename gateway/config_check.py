@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from gateway.yaml_source import KeyPath
 
 RANDOM = "random:"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?P<file>/[\w./-]+\.gguf)?")
 
 
 def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -83,16 +83,27 @@ def _resolve_source(source: str, bases: tuple[Path, ...]) -> tuple[str, str | No
     prefix = RANDOM if source.startswith(RANDOM) else ""
     found = _find(source.removeprefix(prefix), bases)
     if found is None:
-        is_path = prefix or source.endswith(".gguf") or source[0] in "./~"
-        if not is_path and _HUB_ID.fullmatch(source):
+        if not prefix and _may_be_on_the_hub(source, bases):
             return source, None
+        is_path = prefix or source.endswith(".gguf") or source[0] in "./~"
         hint = "" if is_path else "; a model of the hub is written org/name"
         return source, _not_there(source.removeprefix(prefix), bases) + hint
-    if prefix and not found.is_file():
-        return source, f"{found} is a directory; random: needs the path of a config.json"
-    if found.is_dir() and not (found / "config.json").exists() and not any(found.glob("*.gguf")):
+    if prefix and found.is_dir():
+        if not (found / "config.json").is_file():
+            return source, f"there is no config.json in the directory {found}, which random: needs"
+    elif found.is_dir() and not (found / "config.json").exists() and not any(found.glob("*.gguf")):
         return source, f"the directory {found} holds no model: neither config.json nor a .gguf file is in it"
     return prefix + str(found), None
+
+
+def _may_be_on_the_hub(source: str, bases: tuple[Path, ...]) -> bool:
+    """Whether it is written as `org/name` or `org/name/file.gguf`, and isn't a path with a mistake in it."""
+    match = _HUB_ID.fullmatch(source)
+    if match is None:
+        return False
+    if not source.endswith(".gguf"):
+        return True
+    return match["file"] is not None and _find(source.split("/")[0], bases) is None
 
 
 def _find(text: str, bases: tuple[Path, ...]) -> Path | None:
@@ -110,6 +121,38 @@ def _not_there(text: str, bases: tuple[Path, ...]) -> str:
     if Path(text).is_absolute():
         return f"{text} isn't there"
     return f"{text} isn't there; looked in {' and '.join(dict.fromkeys(map(str, bases)))}"
+
+
+def check_variable(root: type[BaseModel], name: str, value: str, prefix: str) -> str | None:
+    """What is wrong with the name of an environment variable: it looks like a key of the fleet, and is none.
+
+    Variables of other things that begin with `prefix` are none of ours: those of workers and tests, and the
+    addresses that Kubernetes gives to every container (PAGEFLEET_GATEWAY_PORT=tcp://…).
+    """
+    section, nested, _ = name.removeprefix(prefix).partition("__")
+    if section.lower() in root.model_fields or re.match(r"(tcp|udp|sctp)://", value):
+        return None
+    keys = {_flat(key): prefix + key for key in _variables(root)}
+    close = difflib.get_close_matches(_flat(name.removeprefix(prefix)), keys, n=1, cutoff=0.85)
+    if close:
+        return f"there is no such setting; did you mean {keys[close[0]]}?"
+    if nested:
+        names = ", ".join(f"{prefix}{field.upper()}__…" for field in root.model_fields)
+        return f"there is no such setting; known are {names}"
+    return None
+
+
+def _flat(key: str) -> str:
+    return re.sub("_+", "_", key)
+
+
+def _variables(block: type[BaseModel], path: str = "") -> Iterator[str]:
+    """`GATEWAY`, `GATEWAY__PORT` and so on: every key that the environment can set."""
+    for name, field in block.model_fields.items():
+        yield path + name.upper()
+        inner = _block_in(field.annotation)
+        if inner is not None and get_origin(field.annotation) is not tuple:
+            yield from _variables(inner, f"{path}{name.upper()}__")
 
 
 def describe(root: type[BaseModel], detail: ErrorDetails) -> str:

@@ -68,7 +68,7 @@ def _with_state_dir(file_flags: tuple[str, ...], command: Callable[P, None]) -> 
         if file is not None:
             root = read_fleet(file).supervisor.state_dir
         else:
-            root = Path(state_dir or DEFAULT_STATE_DIR)
+            root = Path(state_dir or DEFAULT_STATE_DIR).expanduser()
         command(*args, state=StateDir(root), **kwargs)  # type: ignore[arg-type]
 
     return wrapped

@@ -62,7 +62,7 @@ def _run(fleet: FleetFile, as_json: bool) -> int:
 
 def _print_commands(fleet: FleetFile, as_json: bool) -> None:
     state = StateDir(fleet.supervisor.state_dir)
-    commands = Commands(os.getpid(), fleet.supervisor.drain_timeout)
+    commands = Commands(os.getpid(), fleet)
     argvs = {
         slot.name: commands.worker(slot, 1, state.run / f"{slot.name}.1.sock") for slot in slots_of(fleet)
     }

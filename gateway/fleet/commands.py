@@ -60,9 +60,13 @@ def option_flags(options: WorkerOptions) -> list[str]:
 class Commands:
     """Builds the command lines of a fleet. `parent` is the supervisor, whose end ends them all."""
 
-    def __init__(self, parent: int, drain_timeout: float) -> None:
+    def __init__(self, parent: int, fleet: FleetFile) -> None:
         self._parent = parent
-        self._drain_timeout = drain_timeout
+        self._common = [
+            *("--shutdown-timeout", str(fleet.supervisor.drain_timeout)),
+            *("--stall-limit", str(fleet.supervisor.stall_timeout)),
+            *("--max-body", str(fleet.gateway.max_body)),
+        ]
 
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         entry = slot.entry
@@ -72,7 +76,8 @@ class Commands:
             *("--model", entry.source),
             *("--served-model-name", entry.name, *entry.aliases),
             *("--uds", str(uds), "--slot", slot.name, "--generation", str(generation)),
-            *("--parent-pid", str(self._parent), "--shutdown-timeout", str(self._drain_timeout)),
+            *("--parent-pid", str(self._parent)),
+            *self._common,
             *option_flags(entry.worker),
         ]
 

@@ -41,7 +41,7 @@ class Supervisor:
     ) -> None:
         settings = fleet.supervisor
         self._fleet = fleet
-        self._commands = commands or Commands(os.getpid(), settings.drain_timeout)
+        self._commands = commands or Commands(os.getpid(), fleet)
         self._timing = timing or Timing(start_stall=settings.start_timeout, drain=settings.drain_timeout)
         self._notify = on_change
         self._slots = slots_of(fleet)

@@ -116,6 +116,21 @@ def test_environment_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
+        ("PAGEFLEET_GATEWAY_PORT", "1", "environment PAGEFLEET_GATEWAY_PORT: .*mean PAGEFLEET_GATEWAY__PORT"),
+        ("PAGEFLEET_GATEWY_PORT", "1", "environment PAGEFLEET_GATEWY_PORT: .*mean PAGEFLEET_GATEWAY__PORT"),
+        (
+            "PAGEFLEET_SUPERVISOR_STATE_DIR",
+            "x",
+            "environment PAGEFLEET_SUPERVISOR_STATE_DIR: .*mean PAGEFLEET_SUPERVISOR__STATE_DIR",
+        ),
+        (
+            "PAGEFLEET_GATEWAY_TIMEOUTS__IDLE",
+            "1s",
+            "environment PAGEFLEET_GATEWAY_TIMEOUTS__IDLE: .*mean PAGEFLEET_GATEWAY__TIMEOUTS__IDLE",
+        ),
+        ("PAGEFLEET_DEFAULTS_THREADS", "2", "environment .*mean PAGEFLEET_DEFAULTS__THREADS"),
+        ("PAGEFLEET_MODEL", "[]", "environment .*mean PAGEFLEET_MODELS"),
+        ("PAGEFLEET_ELSEWHERE__PORT", "1", "environment PAGEFLEET_ELSEWHERE__PORT: there is no such setting"),
         ("PAGEFLEET_GATEWAY__PORT", "70000", "environment PAGEFLEET_GATEWAY__PORT: gateway.port: .*65535"),
         ("PAGEFLEET_GATEWAY__PROT", "1", "environment PAGEFLEET_GATEWAY__PROT: .*did you mean 'port'"),
         ("PAGEFLEET_GATWAY__PORT", "1", "environment PAGEFLEET_GATWAY__PORT: there is no such setting"),
@@ -135,13 +150,39 @@ def test_bad_environment(
     assert re.match(expected, problem)
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("PAGEFLEET_WORKER_MAX_NUM_SEQS=9", "PAGEFLEET_INSTANCE=abc/m-0.1", "PAGEFLEET_DEMO_MODEL=m.gguf"),
+        *("PAGEFLEET_FORBID_SKIP=1", "PAGEFLEET_TEAM=search", "PAGEFLEET_GATEWAY_PORT=tcp://10.0.0.1:8000"),
+        *("PAGEFLEET_GATEWAY_SERVICE_PORT=8000", "PAGEFLEET_GATEWAY_PORT_8000_TCP=tcp://10.0.0.1:8000"),
+    ],
+)
+def test_variables_of_others_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    assert load_fleet(write(tmp_path, GOOD)).gateway.port == 8000
+
+
+def test_the_state_directory_may_be_below_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fleet = load_fleet(write(tmp_path, "supervisor: {state_dir: ~/fleet}\n" + GOOD))
+    assert fleet.supervisor.state_dir == tmp_path / "fleet"
+    (problem,) = problems(write(tmp_path, "supervisor: {state_dir: ~nobody-here/x}\n" + GOOD))
+    assert "supervisor.state_dir: ~nobody-here/x: Could not determine home directory" in problem
+
+
 A = "models:\n  - name: a\n    source: o/n\n"
 CASES = {
     "unknown key": (A + "    replica: 2\n", ":4: models[0].replica: unknown key; did you mean 'replicas'?"),
     "unknown top-level key": ("model: []\n" + GOOD, ":1: model: unknown key; did you mean 'models'?"),
     "unknown key without likeness": (
         "supervisor: {zzz: 1}\n" + GOOD,
-        ":1: supervisor.zzz: unknown key; known here: backend, drain_timeout, start_timeout, state_dir",
+        ":1: supervisor.zzz: unknown key; known here: backend, drain_timeout, stall_timeout, "
+        "start_timeout, state_dir",
     ),
     "unknown worker option": (
         A + "    worker:\n      gpu_memroy: 1GiB\n",
@@ -278,6 +319,17 @@ models:
     assert len([line for line in found if "defaults.device" in line]) == 1
 
 
+WRONG_SOURCES = {
+    "empty": "holds no model",
+    "gpt2": "a model of the hub is written org/name",
+    "random:empty": "there is no config.json in the directory",
+    "directory/no/m.gguf": "isn't there; looked in",
+    "directory/m.gguf": "isn't there; looked in",
+    "./o/n/m.gguf": "isn't there; looked in",
+    "random:o/n": "isn't there; looked in",
+}
+
+
 def test_relative_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the file's directory, then from the working directory; always absolute afterwards."""
     (tmp_path / "conf").mkdir()
@@ -288,7 +340,7 @@ def test_relative_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "directory" / "config.json").touch()
     (tmp_path / "empty").mkdir()
     path = tmp_path / "conf" / "fleet.yaml"
-    sources = ["near.gguf", "far.gguf", "random:c.json", "directory"]
+    sources = ["near.gguf", "far.gguf", "random:c.json", "directory", "random:directory", "o/n/deep/m.gguf"]
     path.write_text(json.dumps({"models": [{"name": f"m{i}", "source": s} for i, s in enumerate(sources)]}))
     found = [entry.source for entry in load_fleet(path).models]
     conf = str(tmp_path / "conf")
@@ -297,13 +349,14 @@ def test_relative_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         f"{tmp_path}/far.gguf",
         f"random:{conf}/c.json",
         f"{tmp_path}/directory",
+        f"random:{tmp_path}/directory",
+        "o/n/deep/m.gguf",
     ]
     path.write_text(
-        json.dumps({"models": [{"name": "a", "source": "empty"}, {"name": "b", "source": "gpt2"}]})
+        json.dumps({"models": [{"name": f"m{i}", "source": s} for i, s in enumerate(WRONG_SOURCES)]})
     )
-    first, second = problems(path)
-    assert "holds no model" in first
-    assert "a model of the hub is written org/name" in second
+    for problem, expected in zip(problems(path), WRONG_SOURCES.values(), strict=True):
+        assert expected in problem
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -46,15 +46,19 @@ def test_the_worker_reads_its_command_line_as_the_file_said(
     options: dict[str, object], tmp_path: Path
 ) -> None:
     path = tmp_path / "fleet.yaml"
-    path.write_text(f"models: [{{name: m, aliases: [x], source: o/n, worker: {options}}}]".replace("'", ""))
-    (slot,) = slots_of(load_fleet(path))
-    argv = Commands(parent=4242, drain_timeout=7.5).worker(slot, 3, Path("/run/m.sock"))
+    path.write_text(
+        "gateway: {max_body: 100MiB}\nsupervisor: {drain_timeout: 7500ms, stall_timeout: 5m}\n"
+        f"models: [{{name: m, aliases: [x], source: o/n, worker: {options}}}]".replace("'", "")
+    )
+    fleet = load_fleet(path)
+    (slot,) = slots_of(fleet)
+    argv = Commands(4242, fleet).worker(slot, 3, Path("/run/m.sock"))
     assert argv[:4] == [sys.executable, "-P", "-m", "worker"]
     config = read_config(argv[4:])
     assert {name: getattr(config, name) for name in WorkerOptions.model_fields} == dict(slot.entry.worker)
     assert (config.model, config.served_model_name, config.uds) == ("o/n", ("m", "x"), "/run/m.sock")
     assert (config.slot, config.generation, config.parent_pid) == ("m-0", 3, 4242)
-    assert config.shutdown_timeout == 7.5
+    assert (config.shutdown_timeout, config.stall_limit, config.max_body) == (7.5, 300, 100 << 20)
 
 
 def test_defaults_make_no_flags() -> None:

@@ -199,6 +199,22 @@ async def test_somebody_else_on_the_socket_is_not_taken_for_the_worker(tmp_path:
         assert "ready" not in {status.state for status in fleet.history if status.slot == "impostor-0"}
 
 
+async def test_settings_in_our_environment_do_not_reach_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would win over what the fleet file says by leaving an option at its default."""
+    monkeypatch.setenv("PAGEFLEET_WORKER_MAX_NUM_SEQS", "9")
+    monkeypatch.setenv("PAGEFLEET_GATEWAY__TIMEOUTS__IDLE", "9s")
+    monkeypatch.setenv("HF_HOME", "/models")
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        for slot in ("gateway", "ok-0"):
+            await fleet.until_state(slot, "ready")
+            environment = Path(f"/proc/{fleet.unit(slot).pid}/environ").read_text().split("\0")
+            ours = [variable for variable in environment if variable.startswith("PAGEFLEET_")]
+            assert ours == [f"PAGEFLEET_INSTANCE={fleet.instance}/{slot}.1"]
+            assert "HF_HOME=/models" in environment
+
+
 async def test_one_start_per_gpu_at_a_time(tmp_path: Path) -> None:
     path = fleet_file(tmp_path, "slow", "ok", worker="{device: cuda, gpus: [0]}")
     async with running(path) as fleet:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gateway.config import ENV_PREFIX
 from gateway.fleet.logs import open_log
 from gateway.fleet.reaper import MARK, Record, Records, boot_id, kill_marked, start_ticks, write_records
 
@@ -93,7 +94,7 @@ class LocalBackend:
                 stderr=output,
                 start_new_session=True,
                 pass_fds=fds,
-                env={**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"},
+                env=_environment(mark),
                 preexec_fn=_die_with_parent(os.getpid()),
             )
         finally:
@@ -116,6 +117,12 @@ class LocalBackend:
         )
         with contextlib.suppress(OSError):  # a full disk; the mark alone finds them all as well
             write_records(self._path, records)
+
+
+def _environment(mark: str) -> dict[str, str]:
+    """Ours without our own settings: children get theirs, whole and checked, on the command line."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    return {**inherited, MARK: mark, "PYTHONUNBUFFERED": "1"}
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
