@@ -30,6 +30,7 @@ from kernels.pdl import begin, prefetch
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 64
+EARLY_SEQS = 8
 PROGRAMS_PER_SM = 3  # what registers (about 160 a thread on sm_90) leave room for: one full wave
 
 
@@ -294,12 +295,15 @@ def decode_attention_triton(
     kv_heads, page_size = k_cache.shape[1:3]
     exact = q.dtype == torch.float32
     if tile is None:
-        tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 3)
+        tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 2)
     block_n = tile.block_n
     context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
     if splits is None:
         splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(q.device))
     block_d = triton.next_power_of_2(dim)
+    # Programs that start while others still hold some multiprocessors spread unevenly. That costs more than
+    # an early start gains, unless there are few.
+    early = pdl.launch(q.device) if num_seqs < EARLY_SEQS else {"PDL": False}
     if splits == 1:
         partial, lse, strides = out, out, (out.stride(0), out.stride(1), 0)
     else:
@@ -332,7 +336,7 @@ def decode_attention_triton(
         BLOCK_D=block_d,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **pdl.launch(q.device),
+        **early,
     )
     if splits > 1:
         _decode_combine_kernel[(num_seqs, q_heads)](

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import pdl
 from kernels.pdl import prefetch
@@ -47,7 +48,8 @@ def _skinny_kernel(
     N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    TRANSPOSED: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     i_s = tl.program_id(1)
@@ -64,7 +66,6 @@ def _skinny_kernel(
                 _prefetch_weights(p_w + N * K, o_n, lo, N, K, LINES)
         gdc_wait()
 
-    p_xs = p_x + o_m[:, None] * stride_x
     m_m = o_m < rows
     if TRANSPOSED:  # Hopper's tensor cores take 64 rows or more: W's
         b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -73,15 +74,22 @@ def _skinny_kernel(
     b_up = b_y
     for i_k in tl.range(lo, hi, BLOCK_K, num_stages=STAGES):
         o_k = i_k + tl.arange(0, BLOCK_K)
-        b_w = _weights(p_w, o_n, o_k, N, K, BLOCK_N, BLOCK_K)
-        m_x = m_m[:, None] if K % BLOCK_K == 0 else m_m[:, None] & (o_k < K)[None, :]
-        b_x = tl.load(p_xs + o_k[None, :], mask=m_x, other=0.0)
+        if TMA:
+            b_w = p_w.load([i_n * BLOCK_N, i_k])
+            b_x = p_x.load([0, i_k])
+        else:
+            b_w = _weights(p_w, o_n, o_k, N, K, BLOCK_N, BLOCK_K)
+            m_x = m_m[:, None] if K % BLOCK_K == 0 else m_m[:, None] & (o_k < K)[None, :]
+            b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=m_x, other=0.0)
         if TRANSPOSED:
             b_y = tl.dot(b_w, tl.trans(b_x), b_y, input_precision=PRECISION)
         else:
             b_y = tl.dot(b_x, tl.trans(b_w), b_y, input_precision=PRECISION)
         if SWIGLU:
-            b_u = _weights(p_w + N * K, o_n, o_k, N, K, BLOCK_N, BLOCK_K)
+            if TMA:
+                b_u = p_w.load([N + i_n * BLOCK_N, i_k])
+            else:
+                b_u = _weights(p_w + N * K, o_n, o_k, N, K, BLOCK_N, BLOCK_K)
             if TRANSPOSED:
                 b_up = tl.dot(b_u, tl.trans(b_x), b_up, input_precision=PRECISION)
             else:
@@ -173,19 +181,20 @@ class Tile(NamedTuple):
     stages: int = 4
     warps: int = 4
     transposed: bool = False
-    lines: int = 8
+    lines: int = 0
+    tma: bool = False  # loads by the tensor copy engine, `lines` must be 0
     gemv: bool = False  # on the ordinary cores instead, for a single row
 
 
-# What won on an H200 (us, buffers rotated; the rest of Qwen2-7B's shapes and rows are cuBLAS's):
+# What won on an H200: us, ours / cuBLAS's (with SwiGLU or sum), buffers rotated. At the rest, cuBLAS.
 #
 #   rows                 1           8          32          64
-#   37888x3584       64.6/81.1   67.9/82.0   72.1/85.6   77.4/83.9   ours / cuBLAS, SwiGLU included
-#   3584x18944       34.6/39.8   38.1/40.1
+#   37888x3584       64.6/81.1   66.3/72.4   68.5/80.0   70.9/79.3
+#   3584x18944       34.6/39.8   37.1/39.2
 #   4608x3584         9.8/11.5
-#   3584x3584         8.5/11.5    9.7/11.5   10.8/11.8
-#   152064x3584       242/296     249/297     259/301     270/309
-_ROW = Tile(8, 512, stages=3, warps=4, gemv=True)
+#   3584x3584         8.5/11.5    9.6/11.6   11.3/12.0
+#   152064x3584       242/296     245/288     254/292     264/300
+_ROW = Tile(8, 512, stages=3, lines=8, gemv=True)
 _WIDE = 16384  # output columns from which no split is needed to keep every multiprocessor busy
 
 
@@ -202,8 +211,10 @@ def best_tile(x: Tensor, weight: Tensor, *, swiglu: bool = False, normed: bool =
     if normed:
         return None
     if swiglu:
-        return Tile(32, 128) if rows <= 16 else Tile(64, 128, transposed=True)
+        return Tile(32, 128) if rows <= 16 else Tile(64, 128, transposed=True, tma=inner % 8 == 0)
     if columns >= _WIDE:
+        if rows > 32 and inner % 8 == 0:
+            return Tile(128, 64, stages=5, warps=8, transposed=True, tma=True)
         return Tile(64, 128, transposed=True)
     if (rows <= 16 and inner >= 2 * columns) or (rows <= 32 and columns == inner):
         return Tile(64, 128, splits=4, transposed=True)
@@ -254,14 +265,17 @@ def skinny_triton(
     if tile.gemv:
         _gemv_kernel[(programs,)](x, weight, bias, scale, y, eps, NORM=norm is not None, **shared)
         return y
-    block_m = max(16, triton.next_power_of_2(rows))
+    block_m, stride_x = max(16, triton.next_power_of_2(rows)), x.stride(0)
     partial = y
     if tile.splits > 1:
         shape = (programs, tile.splits, block_m, tile.block_n)
         partial = torch.empty(shape, dtype=torch.float32, device=device)
+    if tile.tma:
+        x = TensorDescriptor.from_tensor(x, [block_m, tile.block_k])
+        weight = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
     _skinny_kernel[(programs, tile.splits)](
-        x, weight, bias, y, partial, _arrivals(device), rows, x.stride(0), y.stride(0),
-        BLOCK_M=block_m, SPLITS=tile.splits, TRANSPOSED=tile.transposed,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shared,
+        x, weight, bias, y, partial, _arrivals(device), rows, stride_x, y.stride(0),
+        BLOCK_M=block_m, SPLITS=tile.splits, TRANSPOSED=tile.transposed, TMA=tile.tma,
+        PRECISION="ieee" if y.dtype == torch.float32 else "tf32", **shared,
     )  # fmt: skip
     return y

@@ -22,7 +22,8 @@ from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
 from kernels.pdl import begin
 
-BLOCK_H = 4  # heads a program: few enough that one token still spreads over several multiprocessors
+BLOCK_H = 4  # heads a program: few enough that one token still spreads over several multiprocessors ...
+BLOCK_H_MANY = 16  # ... and many where tokens keep all of them busy
 
 
 @triton.jit
@@ -109,7 +110,8 @@ def rope_and_cache_triton(
     half = cos_sin.shape[1] // 2
     if tokens == 0:
         return q
-    grid = (tokens, triton.cdiv(q_heads, BLOCK_H) + triton.cdiv(kv_heads, BLOCK_H))
+    block_h = BLOCK_H if tokens < 512 else BLOCK_H_MANY
+    grid = (tokens, triton.cdiv(q_heads, block_h) + triton.cdiv(kv_heads, block_h))
     _rope_cache_kernel[grid](
         q,
         k,
@@ -130,7 +132,7 @@ def rope_and_cache_triton(
         HEAD_DIM=dim,
         HALF=half,
         PAGE_SIZE=k_cache.shape[2],
-        BLOCK_H=BLOCK_H,
+        BLOCK_H=block_h,
         BLOCK_R=triton.next_power_of_2(half),
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=2,

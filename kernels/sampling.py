@@ -103,14 +103,14 @@ def _draw(p_x, length, key, top, scale, min_p, u, BLOCK: tl.constexpr, SHIFT: tl
 def _sample_kernel(
     p_x, p_params, p_u, p_token, p_listed, p_listed_id, stride_x, limit,
     BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, SHIFT: tl.constexpr, LOG2_E: tl.constexpr,
-    UNROLL: tl.constexpr, GREEDY: tl.constexpr,
+    STAGES: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     i_r = tl.program_id(0).to(tl.int64)
     p_row = p_x + i_r * stride_x
     b_max = tl.full([BLOCK], float("-inf"), tl.float32)
     b_at = tl.zeros([BLOCK], tl.int32)
     b_bad = tl.zeros([BLOCK], tl.int32)
-    for i in tl.range(0, limit, BLOCK, loop_unroll_factor=UNROLL):
+    for i in tl.range(0, limit, BLOCK, num_stages=STAGES):
         o_v = i + tl.arange(0, BLOCK)
         b_x = tl.load(p_row + o_v, mask=o_v < limit, other=float("-inf")).to(tl.float32)
         b_bad |= ((b_x != b_x) | (b_x == float("inf"))).to(tl.int32)
@@ -216,6 +216,6 @@ def sample_triton(
     _sample_kernel[(rows,)](
         logits, params, u, tokens, listed, ids, logits.stride(0), limit,
         BLOCK=BLOCK, CANDIDATES=CANDIDATES, SHIFT=16 if logits.dtype == torch.bfloat16 else 0, LOG2_E=LOG2_E,
-        UNROLL=4, GREEDY=greedy, num_warps=8,
+        STAGES=4, GREEDY=greedy, num_warps=8,
     )  # fmt: skip
     return tokens

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch
+from kernels.prepare import prepare_decode_triton
 from worker.model.layers import CausalLM
-from worker.runner.batch import BatchState, HostStep
+from worker.runner.batch import UNREAD, BatchState, HostStep
 from worker.runner.kv_cache import KvCache
 
 
@@ -36,6 +37,7 @@ class DecodeGraphs:
         device = state.tables.device
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=device)  # rows, tokens, positions
         self._inputs[0] = state.padding_row
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         dtype = next(model.parameters()).dtype
         self._logits = torch.empty(largest, model.config.vocab_size, dtype=dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -73,17 +75,17 @@ class DecodeGraphs:
 
     def _run(self, size: int) -> None:
         state = self._state
-        rows, tokens, positions = self._inputs[:, :size]
-        tables = state.tables[rows]
+        inputs = self._inputs[:, :size]
+        made = prepare_decode_triton(inputs, state.last_tokens, state.tables, state.page_size, UNREAD)
         batch = AttentionBatch(
-            positions=positions,
-            slots=state.slots(rows, positions),
-            block_tables=tables,
-            seq_lens=(positions + 1).int(),
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=rows.device),
+            positions=inputs[2],
+            slots=made.slots,
+            block_tables=made.block_tables,
+            seq_lens=made.seq_lens,
+            query_starts=self._starts[: size + 1],
             num_decodes=size,
             max_query_len=1,
-            max_seq_len=tables.shape[1] * state.page_size,
+            max_seq_len=state.tables.shape[1] * state.page_size,
         )
-        hidden = self._model.forward(state.tokens(rows, tokens), batch, self._kv_cache.layers)
+        hidden = self._model.forward(made.tokens, batch, self._kv_cache.layers)
         self._model.compute_logits(hidden, out=self._logits[:size])
