@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import msgspec
@@ -24,11 +25,15 @@ STYLES: dict[UnitState, str] = {
     "waiting": "dim",
     "starting": "yellow",
     "ready": "green",
+    "draining": "yellow",
     "backoff": "magenta",
     "failed": "bold red",
     "stopping": "yellow",
     "stopped": "dim",
 }
+
+
+SETTLED = {"ready", "draining", "failed"}  # not on their way to anything
 
 
 def make_console() -> Console:
@@ -97,7 +102,7 @@ class Display:
         """Says once that the fleet is up: when nothing is on its way any more and something can be used."""
         expected = 1 + sum(entry.replicas for entry in self._fleet.models)
         states = [status.state for status in self._latest.values()]
-        if self._announced or len(states) < expected or not set(states) <= {"ready", "failed"}:
+        if self._announced or len(states) < expected or not set(states) <= SETTLED:
             return
         self._announced = True
         self.close()
@@ -142,7 +147,10 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
 
 def _program() -> str:
     """What to type to run this command again, also when its environment isn't activated."""
-    return "pagefleet" if shutil.which("pagefleet") else shlex.quote(sys.argv[0])
+    started_as = Path(sys.argv[0])
+    if shutil.which("pagefleet") or started_as.name != "pagefleet":
+        return "pagefleet"
+    return shlex.quote(str(started_as))
 
 
 def describe(status: UnitStatus) -> str:

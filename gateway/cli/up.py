@@ -13,13 +13,15 @@ from pathlib import Path
 import click
 
 from gateway.cli.common import ask_supervisor, fail, print_json, read_fleet
-from gateway.cli.display import Display
+from gateway.cli.display import SETTLED, Display
 from gateway.config import FleetFile
 from gateway.fleet.commands import PYTHON, Commands, slots_of
 from gateway.fleet.errors import EXIT_DEGRADED, FleetError
 from gateway.fleet.logs import open_log, tail
-from gateway.fleet.statedir import StateDir
+from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir
 from gateway.fleet.supervisor import Supervisor
+
+OWN_COMMAND = (*PYTHON, "gateway.cli")
 
 
 @click.command()
@@ -27,7 +29,8 @@ from gateway.fleet.supervisor import Supervisor
 @click.option("-d", "--detach", is_flag=True, help="Return when every model is ready; the fleet goes on.")
 @click.option("--dry-run", is_flag=True, help="Check the file and print the command lines; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
-def up(file: str, detach: bool, dry_run: bool, as_json: bool) -> None:
+@click.option("--detached", is_flag=True, hidden=True, help="This is the supervisor that --detach started.")
+def up(file: str, detach: bool, dry_run: bool, as_json: bool, detached: bool) -> None:
     """Start a fleet: supervisor, gateway and one worker per model replica.
 
     Stays in the foreground; Ctrl-C or SIGTERM stops it after requests in flight have ended,
@@ -41,11 +44,11 @@ def up(file: str, detach: bool, dry_run: bool, as_json: bool) -> None:
     elif detach:
         _run_detached(fleet, file, as_json)
     else:
-        sys.exit(_run(fleet, as_json))
+        sys.exit(_run(fleet, as_json, detached))
 
 
-def _run(fleet: FleetFile, as_json: bool) -> int:
-    display = Display(fleet, lambda: supervisor.url, as_json=as_json)
+def _run(fleet: FleetFile, as_json: bool, detached: bool) -> int:
+    display = Display(fleet, lambda: supervisor.url, as_json=as_json, detached=detached)
     supervisor = Supervisor(fleet, on_change=display)
     try:
         with supervisor.open():
@@ -74,12 +77,15 @@ def _print_commands(fleet: FleetFile, as_json: bool) -> None:
 
 def _run_detached(fleet: FleetFile, file: str, as_json: bool) -> None:
     state = StateDir(fleet.supervisor.state_dir)
-    state.logs.mkdir(parents=True, exist_ok=True)
-    log = state.log("supervisor")
+    try:
+        state.make()
+    except FleetError as error:
+        fail(str(error), error.exit_code)
+    log = state.log(SUPERVISOR_LOG)
     start = log.stat().st_size if log.exists() else 0
     output = open_log(log)
     process = subprocess.Popen(
-        [*PYTHON, "gateway.cli", "up", file],
+        [*OWN_COMMAND, "up", "--detached", file],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -103,7 +109,7 @@ def _follow_start(
                 for unit in status.units:
                     display(unit)
                 states = {unit.state for unit in status.units}
-                if states <= {"ready", "failed"}:
+                if states <= SETTLED:
                     return 0 if states == {"ready"} else EXIT_DEGRADED
             time.sleep(0.2)
     finally:

@@ -12,12 +12,22 @@ PROBE_TIMEOUT = 10.0  # seconds; a busy server answers late, a stuck one not at 
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far a start is: `done` of `total` within `phase`, in whatever unit the phase counts."""
+    """How far a start is: `done` of `total` within `phase`, in whatever unit the phase counts.
+
+    `failure`: why it can't go on; the process ends by itself after it.
+    """
 
     phase: str = ""
     done: float = 0
     total: float = 0
     ready: bool = False
+    failure: str | None = None
+
+
+class Health(msgspec.Struct, frozen=True):
+    """What a process that makes progress says about itself. `draining`: it takes no new requests."""
+
+    draining: bool = False
 
 
 class WrongProcess(Exception):
@@ -30,10 +40,20 @@ class Probe(Protocol):
     async def progress(self) -> Progress | None:
         """How far the start is; None while nothing answers. WrongProcess when somebody else does."""
 
-    async def healthy(self) -> bool:
-        """True when the process is alive and making progress."""
+    async def health(self) -> Health | None:
+        """None unless the process is alive and making progress."""
 
     async def close(self) -> None: ...
+
+
+class _Readiness(msgspec.Struct, frozen=True):
+    """A worker's answer to /ready."""
+
+    status: str = ""
+    phase: str = ""
+    done: float = 0
+    total: float = 0
+    message: str | None = None
 
 
 class _Identity(msgspec.Struct, frozen=True):
@@ -55,14 +75,17 @@ class WorkerProbe:
             if not self._identified:
                 await self._identify()
             response = await self._client.get("/ready")
-            if response.status_code == 200:
+            answer = msgspec.json.decode(response.content, type=_Readiness)
+            if response.status_code == 200 or answer.status == "draining":  # it has loaded in any case
                 return Progress(phase="ready", ready=True)
-            return msgspec.json.decode(response.content, type=Progress)
+            if answer.status == "failed":
+                return Progress(failure=answer.message or "the engine has ended")
+            return Progress(phase=answer.phase, done=answer.done, total=answer.total)
         except (httpx.HTTPError, msgspec.MsgspecError):
             return None
 
-    async def healthy(self) -> bool:
-        return await _answers_ok(self._client, "/health")
+    async def health(self) -> Health | None:
+        return await _health(self._client)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -85,19 +108,20 @@ class GatewayProbe:
         self._client = httpx.AsyncClient(base_url=base_url, timeout=PROBE_TIMEOUT, trust_env=False)
 
     async def progress(self) -> Progress | None:
-        if await self.healthy():
+        if await self.health():
             return Progress(phase="ready", ready=True)
         return None
 
-    async def healthy(self) -> bool:
-        return await _answers_ok(self._client, "/health")
+    async def health(self) -> Health | None:
+        return await _health(self._client)
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
-async def _answers_ok(client: httpx.AsyncClient, path: str) -> bool:
+async def _health(client: httpx.AsyncClient) -> Health | None:
     try:
-        return (await client.get(path)).status_code == 200
-    except httpx.HTTPError:
-        return False
+        response = await client.get("/health")
+        return msgspec.json.decode(response.content, type=Health) if response.status_code == 200 else None
+    except (httpx.HTTPError, msgspec.MsgspecError):
+        return None

@@ -18,6 +18,7 @@ _TARGET_STATES: dict[UnitState, TargetState] = {
     "waiting": "starting",
     "starting": "starting",
     "ready": "ready",
+    "draining": "draining",
     "backoff": "down",
     "failed": "down",
     "stopping": "draining",
@@ -52,6 +53,7 @@ class Publisher:
             generation=status.generation,
             address=address,
             state=_TARGET_STATES[status.state],
+            restarts=status.restarts,
         )
         model = self._model_of[status.slot]
         routes = self._models[model]

@@ -19,13 +19,14 @@ TargetState = Literal["starting", "ready", "draining", "down"]
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that may get requests: `slot` names its place, `generation` counts the processes that filled
-    it."""
+    it, `restarts` those of them that took the place of a crashed one, since the supervisor started."""
 
     slot: str
     generation: int
     address: str  # "unix:/path/to.sock" or "http://127.0.0.1:9001"
     weight_bp: int = FULL_WEIGHT
     state: TargetState = "starting"
+    restarts: int = 0
 
     @property
     def id(self) -> str:

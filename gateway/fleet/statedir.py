@@ -15,6 +15,7 @@ from gateway.fleet.errors import Conflict, InvalidFleet
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the closing NUL
 _LONGEST_GENERATION = ".99999999.sock"
 _PREFIX = "pagefleet-"
+SUPERVISOR_LOG = "supervisor"  # of a detached one
 
 
 class StateDir:
@@ -45,16 +46,24 @@ class StateDir:
     def log(self, slot: str) -> Path:
         return self.logs / f"{slot}.log"
 
-    def acquire(self) -> None:
-        """Creates the directories and takes the lock; Conflict names the process that holds it."""
+    def make(self) -> None:
+        """Creates the directories, for their owner only; InvalidFleet when they can't be had."""
         try:
             for directory in (self.root, self.run, self.logs):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: OSError) -> InvalidFleet:
+        return InvalidFleet(f"state_dir {self.root} can't be used: {error.strerror}: {error.filename}")
+
+    def acquire(self) -> None:
+        """Creates the directories and takes the lock; Conflict names the process that holds it."""
+        self.make()
+        try:
             lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise InvalidFleet(
-                f"state_dir {self.root} can't be used: {error.strerror}: {error.filename}"
-            ) from None
+            raise self._unusable(error) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -22,7 +22,7 @@ from gateway.fleet.errors import EXIT_FAILED
 from gateway.fleet.probes import GatewayProbe, WorkerProbe
 from gateway.fleet.publisher import Publisher
 from gateway.fleet.reaper import reap
-from gateway.fleet.statedir import StateDir, write_private
+from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir, write_private
 from gateway.fleet.unit import StartLocks, Timing, Unit, UnitSpec, UnitStatus
 
 GATEWAY_SLOT = "gateway"
@@ -185,9 +185,10 @@ class Supervisor:
         while True:
             await asyncio.sleep(self._timing.housekeeping)
             self._publisher.flush()
-            for unit in self._units:
+            slots = [unit.status.slot for unit in self._units]
+            for log in map(self.state.log, [*slots, SUPERVISOR_LOG]):
                 with contextlib.suppress(OSError):  # a full disk; the next round tries again
-                    logs.rotate(Path(unit.status.log))
+                    logs.rotate(log)
 
 
 @contextlib.contextmanager

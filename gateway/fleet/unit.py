@@ -17,7 +17,7 @@ from gateway.fleet.logs import tail
 from gateway.fleet.probes import Probe, Progress, WrongProcess
 from gateway.fleet.restart import RestartPolicy
 
-UnitState = Literal["waiting", "starting", "ready", "backoff", "failed", "stopping", "stopped"]
+UnitState = Literal["waiting", "starting", "ready", "draining", "backoff", "failed", "stopping", "stopped"]
 T = TypeVar("T")
 
 EXIT_BAD_CONFIGURATION = 2  # starting again can't help
@@ -181,16 +181,19 @@ class Unit:
     async def _await_ready(self, child: Child, probe: Probe) -> _End | None:
         """The readiness ladder: executed, says who it is, loads with progress, ready (None)."""
         last, moved_at = Progress(phase="starting"), time.monotonic()
+        failure: str | None = None
         while True:
             try:
                 progress = await _unless_exited(child, probe.progress())
             except WrongProcess as error:
                 return _End(str(error))
             if child.exited.done():
-                return _exit_end(child.exited.result())
+                return _exit_end(child.exited.result(), failure)
             if progress is not None and progress.ready:
                 return None
-            if progress is not None and progress != last:
+            if progress is not None and progress.failure is not None:
+                failure = progress.failure
+            elif progress is not None and progress != last:
                 last, moved_at = progress, time.monotonic()
                 self._set(phase=progress.phase, done=progress.done, total=progress.total)
             if time.monotonic() - moved_at > self._timing.start_stall:
@@ -204,12 +207,14 @@ class Unit:
         try:
             while True:
                 await asyncio.wait({child.exited}, timeout=self._timing.health_poll)
-                healthy = await _unless_exited(child, probe.healthy())
+                health = await _unless_exited(child, probe.health())
                 if child.exited.done():
                     return _exit_end(child.exited.result())
                 now = time.monotonic()
-                if healthy:
+                if health is not None:
                     healthy_at = now
+                    state = "draining" if health.draining else "ready"
+                    self._set(state=state, phase=state)
                 elif now - healthy_at > self._timing.unhealthy:
                     return _End(f"made no progress for {now - healthy_at:.0f} s (/health), so it was killed")
         finally:
@@ -241,9 +246,13 @@ async def _unless_exited(child: Child, question: Awaitable[T]) -> T | None:
         task.cancel()
 
 
-def _exit_end(code: int) -> _End:
-    if code == EXIT_BAD_CONFIGURATION:
-        return _End("refused its configuration (exit code 2)", fatal=True)
+def _exit_end(code: int, failure: str | None = None) -> _End:
+    """`failure`: why, in the process's own words."""
+    fatal = code == EXIT_BAD_CONFIGURATION
+    if failure is not None:
+        return _End(f"did not start: {failure}", fatal)
+    if fatal:
+        return _End("refused its configuration (exit code 2)", fatal)
     if code == -9:
         return _End("was killed (SIGKILL); if nobody did, the machine may be out of memory")
     return _End(f"was ended by signal {-code}" if code < 0 else f"exited with code {code}")

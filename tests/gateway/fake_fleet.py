@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -42,4 +43,5 @@ class FakeCommands:
 if __name__ == "__main__":
     setattr(supervisor, "Commands", lambda *_: FakeCommands())  # noqa: B010
     setattr(supervisor, "Timing", lambda **_: FAST)  # noqa: B010
+    setattr(importlib.import_module("gateway.cli.up"), "OWN_COMMAND", (sys.executable, __file__))  # noqa: B010
     main(prog_name="pagefleet")

@@ -27,13 +27,16 @@ def answer(path: str, options: argparse.Namespace) -> tuple[int, dict[str, objec
         generation = 99 if behaviour == "impostor" else options.generation
         return 200, {"slot": options.slot, "generation": generation, "model": "fake", "pid": os.getpid()}
     if path == "/ready":
+        if behaviour == "hopeless":
+            return 503, {"status": "failed", "phase": "failed", "message": "the KV cache is too small"}
         if behaviour == "stall":
             return 503, {"phase": "loading weights", "done": 1, "total": 10}
         if behaviour == "slow" and age < 1.5:
             return 503, {"phase": "loading weights", "done": int(age * 20), "total": 30}
         return 200, {}
     if path == "/health":
-        return (503 if behaviour == "sick" else 200), {}
+        draining = options.uds is not None and os.path.exists(f"{options.uds}.draining")
+        return (503 if behaviour == "sick" else 200), {"draining": draining}
     return 404, {}
 
 
@@ -58,8 +61,8 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
         loop.add_signal_handler(signal.SIGTERM, stop.set)
     start = asyncio.start_unix_server if listener.family == socket.AF_UNIX else asyncio.start_server
     await start(handle, sock=listener)
-    if options.behaviour == "flaky":
-        loop.call_later(0.3, os._exit, 3)
+    if options.behaviour in ("flaky", "hopeless"):
+        loop.call_later(0.5, os._exit, 3)
     await stop.wait()
 
 

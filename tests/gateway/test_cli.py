@@ -133,6 +133,21 @@ def test_words_for_a_start(fleet: Path) -> None:
     assert describe(status).endswith("a-0: starting: weights")
 
 
+@pytest.mark.parametrize(
+    ("started_as", "shown"),
+    [
+        ("/opt/p/gateway/cli/__main__.py", "pagefleet"),
+        ("/opt/my env/bin/pagefleet", "'/opt/my env/bin/pagefleet'"),
+    ],
+)
+def test_the_command_to_paste_can_be_typed(
+    fleet: Path, monkeypatch: pytest.MonkeyPatch, started_as: str, shown: str
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", [started_as])
+    assert f"  {shown} chat a --state-dir .pagefleet" in banner(load_fleet(fleet), "http://x", [], "")
+
+
 def test_on_a_terminal_a_line_per_worker_lives(fleet: Path) -> None:
     fleet.write_text("gateway: {port: 0}\nmodels: [{name: ok, source: o/n}, {name: slow, source: o/n}]\n")
     ours, theirs = pty.openpty()

@@ -17,9 +17,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from gateway.config import FleetFile, load_fleet
+from gateway.fleet import logs
 from gateway.fleet.errors import Conflict, InvalidFleet
 from gateway.fleet.reaper import marked, read_records
 from gateway.fleet.restart import RestartPolicy
@@ -199,6 +201,30 @@ async def test_somebody_else_on_the_socket_is_not_taken_for_the_worker(tmp_path:
         assert "ready" not in {status.state for status in fleet.history if status.slot == "impostor-0"}
 
 
+async def test_a_drain_by_hand_takes_the_worker_off_until_it_ends(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        drain = fleet.state.sockets / "ok-0.1.sock.draining"
+        drain.touch()
+        await fleet.until(lambda: fleet.target("ok") == ("draining", 1))
+        assert fleet.unit("ok-0").state == "draining"
+        drain.unlink()
+        await fleet.until(lambda: fleet.target("ok") == ("ready", 1))
+        drain.touch()
+        await fleet.until_state("ok-0", "draining")
+        os.kill(fleet.unit("ok-0").pid or 0, signal.SIGKILL)
+        await fleet.until_state("ok-0", "ready", generation=2)
+        (target,) = read_routes(fleet.state.routes).models["ok"].targets
+        assert (target.state, target.restarts) == ("ready", 1)
+
+
+async def test_why_a_worker_could_not_start_is_said_in_its_own_words(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "hopeless", "ok")) as fleet:
+        await fleet.until(lambda: fleet.unit("hopeless-0").error is not None)
+        assert fleet.unit("hopeless-0").error == "did not start: the KV cache is too small"
+        assert "failed" not in {s.phase for s in fleet.history if s.slot == "hopeless-0"}
+
+
 async def test_settings_in_our_environment_do_not_reach_the_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,10 +235,10 @@ async def test_settings_in_our_environment_do_not_reach_the_processes(
     async with running(fleet_file(tmp_path, "ok")) as fleet:
         for slot in ("gateway", "ok-0"):
             await fleet.until_state(slot, "ready")
-            environment = Path(f"/proc/{fleet.unit(slot).pid}/environ").read_text().split("\0")
-            ours = [variable for variable in environment if variable.startswith("PAGEFLEET_")]
-            assert ours == [f"PAGEFLEET_INSTANCE={fleet.instance}/{slot}.1"]
-            assert "HF_HOME=/models" in environment
+            environment = psutil.Process(fleet.unit(slot).pid).environ()
+            ours = {name: environment[name] for name in environment if name.startswith("PAGEFLEET_")}
+            assert ours == {"PAGEFLEET_INSTANCE": f"{fleet.instance}/{slot}.1"}
+            assert environment["HF_HOME"] == "/models"
 
 
 async def test_one_start_per_gpu_at_a_time(tmp_path: Path) -> None:
@@ -312,6 +338,35 @@ def start(path: Path) -> tuple[subprocess.Popen[str], str]:
     records = read_records(StateDir(path.parent / "state").records)
     assert records is not None
     return process, records.instance
+
+
+def test_a_detached_fleet_is_as_private_and_its_log_is_true(tmp_path: Path) -> None:
+    path = fleet_file(tmp_path, "ok")
+    state = StateDir(tmp_path / "state")
+    before = os.umask(0o022)
+    try:
+        up = [*FAKE_FLEET, "up", str(path), "--detach"]
+        done = subprocess.run(up, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    finally:
+        os.umask(before)
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        for directory in (state.root, state.run, state.logs):
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        text = state.log("supervisor").read_text()
+        assert "pagefleet chat ok --state-dir" in text
+        assert "`pagefleet down` stops it." in text
+        assert "Ctrl-C" not in text + done.stdout
+        assert "__main__" not in text + done.stdout
+        os.truncate(state.log("supervisor"), logs.ROTATE_AT + 1)
+        deadline = time.monotonic() + PATIENCE
+        while state.log("supervisor").stat().st_size > logs.ROTATE_AT:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert (state.logs / "supervisor.log.1").stat().st_size == logs.ROTATE_AT + 1
+    finally:
+        down = [sys.executable, "-m", "gateway.cli", "down", "--state-dir", str(state.root)]
+        assert subprocess.run(down, timeout=PATIENCE, check=False).returncode == 0
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ async def test_health_is_about_progress_not_about_load() -> None:
     assert (status, body["error"]["code"]) == (503, "engine_stalled")
     engine.last_message = time.monotonic()
     assert (await get(state, "/health"))[0] == 200, "a step was taken"
+    assert (await get(state, "/health"))[1] == {"status": "ok", "engine": "ready", "draining": False}
+    state.gate.draining = True
+    assert (await get(state, "/health"))[1]["draining"]
 
 
 async def test_models_lists_every_served_name() -> None:

@@ -51,7 +51,13 @@ async def health(state: ServerState, exchange: Exchange) -> None:
             f"(stall_limit is {state.config.stall_limit:g} s).",
             "engine_stalled",
         )
-    await exchange.json({"status": "ok", "engine": engine.state if engine else "loading"})
+    await exchange.json(
+        {
+            "status": "ok",
+            "engine": engine.state if engine else "loading",
+            "draining": state.gate.draining,
+        }
+    )
 
 
 async def ready(state: ServerState, exchange: Exchange) -> None:
