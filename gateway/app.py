@@ -19,6 +19,7 @@ from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
 from gateway.routing import Router, Table
 from gateway.upstream import Upstream
+from gateway.worker_metrics import WorkerMetrics
 
 Handler = Callable[[Scope, Send], Awaitable[None]]
 
@@ -38,7 +39,7 @@ class Gateway:
         self.router = Router(routes_path, configured, self._routes_changed)
         self.metrics = Metrics(self.router)
         self.proxy = Proxy(self.router, self.upstream, self.metrics, settings)
-        admin = AdminRoutes(self.router, self.metrics)
+        admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
         self._models = openai.ModelRoutes(self.router)
         self._proxied = {path: path.encode() for path in (*openai.PROXIED, *native.PROXIED)}
         self._own: dict[str, Handler] = {
@@ -46,6 +47,7 @@ class Gateway:
             "/health": admin.health,
             "/ready": admin.ready,
             "/metrics": admin.metrics,
+            "/metrics/workers": admin.worker_metrics,
             "/version": admin.version,
         }
 

@@ -5,12 +5,13 @@ Labels are models and targets of the routes table, never what a client sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.fleet.state import Target
 from gateway.routing import Router
 
 REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
@@ -80,7 +81,22 @@ class _RouteCollector(Collector):
         )
         for backend in table.backends.values():
             inflight.add_metric([backend.model, backend.target.id], backend.inflight)
+        restarts = CounterMetricFamily(
+            "pagefleet_worker_restarts",
+            "Workers that took the place of a crashed one, since the supervisor started.",
+            labels=["model", "slot"],
+        )
         for model, entry in table.entries.items():
             for target in entry.routes.targets:
                 weight.add_metric([model, target.id], target.weight_bp)
-        yield from (epoch, inflight, weight)
+            for slot, count in _restarts(entry.routes.targets).items():
+                restarts.add_metric([model, slot], count)
+        yield from (epoch, inflight, weight, restarts)
+
+
+def _restarts(targets: Iterable[Target]) -> dict[str, int]:
+    """By slot, which may have several targets while one replaces another."""
+    counts: dict[str, int] = {}
+    for target in targets:
+        counts[target.slot] = max(counts.get(target.slot, 0), target.restarts)
+    return counts

@@ -10,14 +10,16 @@ from contracts.errors import unavailable
 from gateway.asgi import Scope, Send, send_bytes, send_json
 from gateway.metrics import Metrics
 from gateway.routing import Router
+from gateway.worker_metrics import WorkerMetrics
 
 
 class AdminRoutes:
     """What probes and scrapers ask for."""
 
-    def __init__(self, router: Router, metrics: Metrics) -> None:
+    def __init__(self, router: Router, metrics: Metrics, workers: WorkerMetrics) -> None:
         self._router = router
         self._metrics = metrics
+        self._workers = workers
         self._version = version("pagefleet")
 
     async def health(self, scope: Scope, send: Send) -> None:
@@ -36,6 +38,9 @@ class AdminRoutes:
 
     async def metrics(self, scope: Scope, send: Send) -> None:
         await send_bytes(send, 200, self._metrics.render(), CONTENT_TYPE_LATEST.encode())
+
+    async def worker_metrics(self, scope: Scope, send: Send) -> None:
+        await send_bytes(send, 200, await self._workers.render(), CONTENT_TYPE_LATEST.encode())
 
     async def version(self, scope: Scope, send: Send) -> None:
         await send_json(send, 200, {"version": self._version})

@@ -44,6 +44,7 @@ class FakeWorker:
     connections: set[_Client] = field(default_factory=set)
     accepted: int = 0
     draining: bool = False
+    metrics: bytes | None = b""  # what it answers to GET /metrics; None: nothing
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     address: str = ""
     server: asyncio.Server | None = None
@@ -119,6 +120,11 @@ class _Client(asyncio.Protocol):
         self.body.append(data)
 
     def on_message_complete(self) -> None:
+        if self.url == b"/metrics":
+            page = self.worker.metrics
+            if page is not None:
+                self._write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
+            return
         body = b"".join(self.body)
         self.seen = Seen(self.url.decode(), self.headers, body, self.number)
         self.worker.requests.append(self.seen)

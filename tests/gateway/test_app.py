@@ -4,10 +4,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet.state import Target
-from tests.gateway.rig import CHAT, Rig, error_of, one_worker, target
+from tests.gateway.rig import CHAT, Rig, error_of, one_worker, target, until
 
 
 async def test_models_are_listed_with_aliases_whether_ready_or_not(tmp_path: Path) -> None:
@@ -130,6 +131,72 @@ async def test_metrics(tmp_path: Path) -> None:
         assert found["pagefleet_route_epoch",] == 1
         assert found["pagefleet_route_weight", "m", "s.1"] == 10_000
         assert not any("secret" in part for key in found for part in key)
+
+
+async def test_restarts_of_workers_come_from_the_routes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.route(
+        target("unix:/a", slot="m-0", generation=3, restarts=2), target("unix:/b", slot="m-1", state="down")
+    )
+    async with rig.running():
+        found = await metrics(rig)
+        assert found["pagefleet_worker_restarts_total", "m", "m-0"] == 2
+        assert found["pagefleet_worker_restarts_total", "m", "m-1"] == 0
+
+
+def worker_page(model: str, tokens: int) -> bytes:
+    """Real exposition: every kind of metric, with a label value that holds what separates labels."""
+    registry = CollectorRegistry()
+    labels = {"labelnames": ["model_name"], "registry": registry}
+    Counter("pagefleet_generation_tokens", "Tokens generated.", **labels).labels(model).inc(tokens)
+    Gauge("pagefleet_num_requests_running", "Answers, running.", **labels).labels(model).set(2)
+    latency = Histogram("pagefleet_time_to_first_token_seconds", "First.", buckets=(0.1, 1), **labels)
+    latency.labels(model).observe(0.5)
+    Gauge("process_open_fds", "Open files.", registry=registry).set(7)
+    return generate_latest(registry)
+
+
+async def test_metrics_of_all_workers_are_one_page(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    workers = [await rig.worker(f"w{number}") for number in range(5)]
+    odd = 'o"d{d},x="y\\'
+    workers[0].metrics, workers[1].metrics = worker_page("m", 10), worker_page(odd, 32)
+    workers[2].metrics = None  # hangs
+    workers[3].metrics = b"this is { no page"
+    workers[4].metrics = worker_page("starting", 1)
+    rig.route(
+        *(target(worker, slot=f"m-{number}") for number, worker in enumerate(workers[:4])),
+        target(workers[4], slot="m-4", state="starting"),
+        target("unix:/nowhere", slot="m-5"),
+    )
+    async with rig.running():
+        response = await rig.client.get("/metrics/workers")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=")
+        lines = response.text.splitlines()
+        heads = [line for line in lines if line.startswith("#")]
+        assert len(heads) == len(set(heads))
+        families = {family.name: family for family in text_string_to_metric_families(response.text)}
+        tokens = families["pagefleet_generation_tokens"]
+        assert (tokens.type, tokens.documentation) == ("counter", "Tokens generated.")
+        assert {
+            (sample.labels["target"], sample.labels["model_name"]): sample.value for sample in tokens.samples
+        } == {("m-0.1", "m"): 10, ("m-1.1", odd): 32}
+        buckets = families["pagefleet_time_to_first_token_seconds"]
+        assert buckets.type == "histogram"
+        assert {
+            (sample.labels["target"], sample.labels["le"]): sample.value
+            for sample in buckets.samples
+            if sample.name.endswith("_bucket")
+        } == {(name, le): value for name in ("m-0.1", "m-1.1") for le, value in LE.items()}
+        assert {sample.labels["target"] for sample in families["process_open_fds"].samples} == {
+            "m-0.1",
+            "m-1.1",
+        }
+        await until(lambda: rig.app.upstream.open_connections == 0)
+
+
+LE = {"0.1": 0, "1.0": 1, "+Inf": 1}
 
 
 async def test_overhead_leaves_out_the_workers_time(tmp_path: Path) -> None:
