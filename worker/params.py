@@ -18,6 +18,7 @@ MAX_STOP = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 0.01  # it divides: far below, logits leave float32 and every draw is the same token
 MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5  # below it, arg max; the distribution would be one token to float32 anyway
 
@@ -45,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop: strings that end the answer; they are not part of it unless include_stop_str_in_output.
         stop_token_ids: tokens that end the answer.
         ignore_eos: go on after the end-of-sequence token.
-        repetition_penalty: over prompt and output, (0, 2]; 1 is none (CTRL, arXiv 1909.05858).
+        repetition_penalty: over prompt and output, 0.01 to 2; 1 is none (CTRL, arXiv 1909.05858).
         presence_penalty, frequency_penalty: over the output, -2 to 2.
         logit_bias: token id -> addend, -100 to 100.
         logprobs: number of alternatives reported a token, 0 to 20; None: none at all.
@@ -100,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _fail("stop_token_ids", f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids")
         for token in self.stop_token_ids:
             self._check_int("stop_token_ids", token, 0, 1 << 31)
-        self._check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        self._check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

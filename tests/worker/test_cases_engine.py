@@ -81,6 +81,20 @@ def test_log_probabilities_are_complete_on_a_cache_hit(llm: LLM) -> None:
     assert_same(again.outputs[0], first.outputs[0])
 
 
+@pytest.mark.parametrize(
+    "narrow",
+    [{"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 1.0001e-5}],
+    ids=str,
+)
+def test_the_narrowest_sampling_is_greedy(llm: LLM, narrow: dict[str, float]) -> None:
+    """Also after a penalty that takes the logits as far apart as any may."""
+    common = {"max_tokens": 20, "ignore_eos": True, "repetition_penalty": 0.01}
+    greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, **common))
+    found = llm.generate(PROMPTS, SamplingParams(**{"temperature": 1.0, "seed": 1, **common, **narrow}))
+    tokens = [[result.outputs[0].token_ids for result in results] for results in (found, greedy)]
+    assert tokens[0] == tokens[1]
+
+
 def test_a_prompt_that_the_pool_could_never_hold_is_refused_not_kept_waiting(model: str) -> None:
     with LLM(model, num_gpu_blocks_override=5, threads=1) as small:
         assert small.info.max_model_len == 4 * 16

@@ -129,6 +129,36 @@ def test_tenants_share_no_prefix_unless_they_share_a_salt(worker: RealWorker) ->
     assert [cached(salt) for salt in ("a", "b", None, "a", "b", None)] == [0, 0, 0, 48, 48, 48]
 
 
+EXTREMES: list[dict[str, Any]] = [
+    {"repetition_penalty": 0.01, "prompt": list(range(300))},
+    {"repetition_penalty": 0.01, "prompt": list(range(300)), "temperature": 1.0001e-5},
+    {"repetition_penalty": 2, "presence_penalty": 2, "frequency_penalty": 2},
+    {"temperature": 1.0001e-5},
+    {"temperature": 1e-300},
+    {"temperature": 2, "top_p": 1e-300},
+    {"temperature": 2, "top_k": 2**31, "min_p": 1.0},
+    {"temperature": 2, "top_k": 1, "top_p": 1.0, "min_p": 1e-300},
+    {"seed": -(2**63)},
+    {"seed": 2**63 - 1},
+    {"stop_token_ids": [2**31, 0]},
+    {"stop_token_ids": list(range(256)), "min_tokens": 6},
+    {"logit_bias": {str(token): -100 for token in range(300)}},
+    {"logit_bias": {str(token): 100 for token in range(300)}, "logprobs": 20},
+    {"logprobs": 0},
+    {"max_tokens": 1, "min_tokens": 1, "stop": ["\x00", "é" * 1024]},
+    {"priority": 10**6, "cache_salt": "\x00" * 256},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=lambda fields: str(fields)[:40])
+def test_the_ends_of_every_range_are_served(worker: RealWorker, extreme: dict[str, Any]) -> None:
+    """What the bounds let in is answered; none of it is the server's failure."""
+    fields = {"prompt": "hello world hello", "max_tokens": 6, **extreme}
+    answer = worker.post("/generate", **fields)
+    assert answer.status_code == 200, answer.text
+    assert 0 < len(strict_json(answer.content)["token_ids"]) <= 6
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_prompt_logprobs_are_refused_rather_than_forgotten(worker: RealWorker, path: str) -> None:
     prompt: dict[str, Any] = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}

@@ -59,6 +59,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
