@@ -96,6 +96,7 @@ class FakeEngine:
     progress: Progress | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     failure: str | None = None
+    pid: int | None = None
     logprob: float = -0.5
     submitted: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)

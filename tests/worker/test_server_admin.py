@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,6 +75,38 @@ async def test_health_is_about_progress_not_about_load() -> None:
     assert (await get(state, "/health"))[1] == {"status": "ok", "engine": "ready", "draining": False}
     state.gate.draining = True
     assert (await get(state, "/health"))[1]["draining"]
+
+
+@pytest.fixture
+def spinning() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_a_cpu_engine_that_computes_is_busy_and_one_that_waits_hangs(
+    spinning: subprocess.Popen[bytes],
+) -> None:
+    """A step of a large model on a CPU may take minutes; an engine that hangs uses no processor time."""
+    engine = FakeEngine(paused=True, pid=spinning.pid)
+    state = make_state(engine, stall_limit=30)
+    state.note_submission()
+    engine.submit(EngineRequest("a", [1], SamplingParams(), seed=0))
+    engine.last_message = state._busy_since = time.monotonic() - 60
+
+    async def status_is(expected: int) -> None:
+        async with asyncio.timeout(30):
+            while (await get(state, "/health"))[0] != expected:
+                await asyncio.sleep(0.2)
+
+    await status_is(200)
+    spinning.send_signal(signal.SIGSTOP)
+    await status_is(503)
+    spinning.send_signal(signal.SIGCONT)
+    await status_is(200)
+    engine.last_message = state._busy_since = time.monotonic() - 301
+    assert (await get(state, "/health"))[0] == 503, "also an endless loop ends"
 
 
 async def test_models_lists_every_served_name() -> None:

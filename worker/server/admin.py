@@ -45,10 +45,11 @@ async def health(state: ServerState, exchange: Exchange) -> None:
     if engine is not None and engine.state == "dead":
         raise engine_dead()
     stalled = state.stalled_for()
-    if stalled > state.config.stall_limit:
+    limit = state.stall_limit()
+    if stalled > limit:
         raise unavailable(
             f"The engine has work and has taken no step for {stalled:.0f} s "
-            f"(stall_limit is {state.config.stall_limit:g} s).",
+            f"(the limit is {limit:g} s, see stall_limit).",
             "engine_stalled",
         )
     await exchange.json(

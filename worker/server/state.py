@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import psutil
+
 from contracts.errors import ApiError, bad_request, internal_error, model_not_found, unavailable
 from contracts.headers import DRAINING, REFUSED
 from worker.config import WorkerConfig
@@ -18,6 +20,10 @@ from worker.server.text_model import TextModel
 
 if TYPE_CHECKING:
     from worker.server.generation import Generation
+
+_COMPUTING_FACTOR = 10
+_COMPUTING_SHARE = 0.05  # of one core: the machine may be shared by many
+_SAMPLE_SECONDS = 0.5
 
 
 class Engine(Protocol):
@@ -29,6 +35,9 @@ class Engine(Protocol):
     stats: EngineStats
     last_message: float
     failure: str | None
+
+    @property
+    def pid(self) -> int | None: ...
 
     @property
     def in_flight(self) -> int: ...
@@ -98,6 +107,7 @@ class ServerState:
         identity = f"{config.model}\n{config.dtype}\n{config.kv_cache_dtype}\n{config.rope_theta}"
         self.fingerprint = "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._busy_since = time.monotonic()
+        self._processor = ProcessorUse()
 
     @property
     def model_name(self) -> str:
@@ -134,6 +144,37 @@ class ServerState:
         if engine is None or engine.state != "ready" or engine.in_flight == 0:
             return 0.0
         return time.monotonic() - max(engine.last_message, self._busy_since)
+
+    def stall_limit(self) -> float:
+        """Seconds that a step may take now: `config.stall_limit`, and ten times that while an engine on a CPU
+        computes, since a step of a large model takes minutes there."""
+        engine = self.engine
+        limit = self.config.stall_limit
+        if engine is None or engine.info is None or engine.info.device != "cpu" or engine.pid is None:
+            return limit
+        return limit * _COMPUTING_FACTOR if self._processor.computes(engine.pid) else limit
+
+
+class ProcessorUse:
+    """Whether a process computes or waits, by the processor time it took since it was last asked about."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+        self._used = 0.0
+        self._computes = False
+
+    def computes(self, pid: int) -> bool:
+        now = time.monotonic()
+        if now - self._asked < _SAMPLE_SECONDS:  # too short to tell
+            return self._computes
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:
+            return False
+        used = times.user + times.system
+        self._computes = used - self._used > _COMPUTING_SHARE * (now - self._asked)
+        self._asked, self._used = now, used
+        return self._computes
 
 
 def engine_dead() -> ApiError:
