@@ -1,6 +1,9 @@
-"""Which tiles are fastest on this card: times candidates for the skinny products and attention.
+"""Which tiles are fastest on this card: candidates for skinny products and attention, in microseconds.
 
 python -m bench.tune_kernels [gemm] [decode] [prefill]
+
+Qwen2-7B's shapes, bf16. What wins goes into kernels/gemm_skinny.py (best_tile), attention_decode.py and
+attention_dense.py. Every candidate runs in a graph, over buffers that rotate so that no cache helps.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +29,31 @@ from kernels.batch import AttentionBatch
 from kernels.gemm_skinny import Tile, skinny_triton
 from kernels.swiglu import swiglu
 
-SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944), "head": (152064, 3584)}  # fmt: skip
+SHAPES = {
+    "gate_up": (37888, 3584),
+    "down": (3584, 18944),
+    "qkv": (4608, 3584),
+    "o": (3584, 3584),
+    "head": (152064, 3584),
+}
+ROWS = (1, 8, 32, 64)
+DECODE = ((8, 512), (32, 512), (64, 512), (256, 512), (1, 4096), (32, 4096), (128, 4096), (1, 32768))
+PREFILL = ((1, 8192, 8192), (1, 32000, 7424), (8, 1024, 1024))  # sequences, context, its last so many queried
+DECODE_TILES = [DecodeTile(*t) for t in ((64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 2, 5), (32, 4, 4))]
+DENSE_TILES = [
+    DenseTile(*t)
+    for t in ((64, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3))
+]
 BETWEEN = 1 << 29  # bytes read between two reads of the same line
+BANDWIDTH = 4.2e6  # bytes a microsecond
+
+Run = Callable[[int], Any]  # one call, on the i-th set of buffers
 
 
-def graph_us(run: Callable[[int], Any], calls: int) -> float:
-    """Microseconds a call in a graph of `calls` calls; median of several replays."""
+def graph_us(run: Run, calls: int) -> float:
+    """Microseconds a call in a graph of so many calls; median of several replays."""
     stream = torch.cuda.Stream()
+    times = []
     with torch.cuda.stream(stream):
         run(0)
         stream.synchronize()
@@ -39,7 +61,6 @@ def graph_us(run: Callable[[int], Any], calls: int) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for i in range(calls):
                 run(i)
-        times = []
         for _ in range(8):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -47,212 +68,131 @@ def graph_us(run: Callable[[int], Any], calls: int) -> float:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[2:])
+    return float(statistics.median(times[2:]))
+
+
+def rank(title: str, floor_us: float, runs: dict[str, Run], calls: int) -> None:
+    """Print the fastest first; a candidate that can't run on this card says why."""
+    results = []
+    for name, run in runs.items():
+        try:
+            results.append((graph_us(run, calls), name))
+        except Exception as error:
+            print(f"{title}: {name} fails: {str(error).splitlines()[0][:80]}")
+    fastest = "   ".join(f"{us:.1f} {name}" for us, name in sorted(results)[:6])
+    print(f"{title}, floor {floor_us:.1f}:  {fastest}", flush=True)
 
 
 def gemm_tiles(name: str, rows: int) -> list[Tile]:
-    wide = name in ("gate_up", "head")
-    tiles = []
+    """Candidates for a matrix of SHAPES."""
     if rows == 1:
-        for bn, bk, st, w in [(4, 512, 1, 4), (8, 512, 1, 4), (4, 512, 4, 4), (8, 512, 3, 4), (4, 512, 4, 2), (8, 256, 4, 2)]:
-            tiles.append(Tile(bn, bk, 1, st, w, False, min(8, 64), True))
-    mma = [(16, 256, 4, 2), (32, 128, 5, 4), (32, 256, 4, 4), (64, 128, 4, 4), (16, 512, 3, 4)]
-    if rows > 16:
-        mma = [(32, 128, 5, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 5, 4)]
-    for bn, bk, st, w in mma:
-        for splits in ([1] if wide else [1, 2, 4] if bn <= 32 else [4, 8]):
-            tiles.append(Tile(bn, bk, splits, st if not (wide and name == "gate_up") else max(2, st - 1), w))
-    for bn, bk, st, w in [(64, 128, 4, 4), (64, 256, 3, 4), (128, 64, 4, 8), (128, 128, 3, 8)]:
-        for splits in [1] if wide else [4, 8] if bn == 64 else [8]:
-            if name == "gate_up" and bn * bk > 8192:
-                st = 2
-            tiles.append(Tile(bn, bk, splits, st, w, True))
+        cuts = [(4, 512, 1, 4), (8, 512, 3, 4), (4, 512, 4, 2), (8, 256, 4, 2), (16, 256, 4, 4)]
+        return [
+            Tile(n, k, stages=stages, warps=warps, lines=lines, gemv=True)
+            for n, k, stages, warps in cuts
+            for lines in (0, 8)
+        ]
+    tiles = []
+    fewer = name == "gate_up"  # two matrices share the memory
+    for splits in [1] if name in ("gate_up", "head") else [1, 4] if name in ("qkv", "o") else [4, 8]:
+        for n, k, stages, warps in [(32, 128, 5, 4), (16, 256, 4, 2)] if rows <= 16 else []:
+            tiles.append(Tile(n, k, splits, stages - fewer, warps))
+        for n, k, stages, warps in [(64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 5, 8), (64, 256, 3, 4)]:
+            for tma in (False, True):
+                tiles.append(Tile(n, k, splits, stages - fewer, warps, transposed=True, tma=tma))
     return tiles
 
 
-def gemm_case(name: str, rows: int) -> tuple[list[Tensor], Tensor, Tensor | None]:
+def gemm_runs(name: str, rows: int, sets: int) -> dict[str, Run]:
     n, k = SHAPES[name]
-    count = min(16, BETWEEN // (2 * n * k) + 1)
-    generator = torch.Generator("cuda").manual_seed(0)
-    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16, generator=generator) * 0.02 for _ in range(count)]
-    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16, generator=generator)
-    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if name == "qkv" else None
-    return weights, x, bias
+    weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(sets)]
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+
+    def library(i: int) -> Tensor:
+        y = F.linear(x, weights[i % sets])
+        return swiglu(y) if name == "gate_up" else y
+
+    def ours(tile: Tile, i: int) -> Tensor:
+        return skinny_triton(x, weights[i % sets], None, tile, swiglu=name == "gate_up")
+
+    return {"cuBLAS": library, **{str(tuple(t)): partial(ours, t) for t in gemm_tiles(name, rows)}}
 
 
-def gemm(names: list[str], all_rows: list[int]) -> None:
-    for name, rows in itertools.product(names, all_rows):
-        weights, x, bias = gemm_case(name, rows)
-        n, k = SHAPES[name]
-        fused = name == "gate_up"
-        want = x.double() @ weights[0].double().t() + (0 if bias is None else bias.double())
-        if fused:
-            gate, up = want.chunk(2, 1)
-            want = F.silu(gate) * up
-        plain = (lambda i: swiglu(F.linear(x, weights[i % len(weights)]))) if fused else (
-            lambda i: F.linear(x, weights[i % len(weights)], bias)
-        )
-        calls = 2 * len(weights)
-        results = [(graph_us(plain, calls), "cuBLAS")]
-        for tile in gemm_tiles(name, rows):
-            try:
-                y = skinny_triton(x, weights[0], bias, tile, fused)
-                error = float((y.double() - want).norm() / want.norm())
-                if not error < 5e-3:
-                    print("WRONG", name, rows, tile, error)
-                run = lambda i, t=tile: skinny_triton(x, weights[i % len(weights)], bias, t, fused)  # noqa: E731
-                results.append((graph_us(run, calls), f"{tuple(tile)}"))
-            except Exception as error:
-                print("FAILED", name, rows, tile, str(error)[:80].replace("\n", " "))
-        base = results[0][0]
-        results.sort(key=lambda r: r[0])
-        size = 2 * n * k / 1e6
-        tops = "  ".join(f"{us:.1f} {what}" for us, what in results[:4])
-        print(f"{name:8}{rows:4} cuBLAS {base:7.1f} us {size / base:.2f} TB/s | best {size / results[0][0]:.2f}: {tops}", flush=True)
-
-
-def compile_gemm(job: tuple[str, int, int, int]) -> None:
-    name, rows, part, parts = job
-    n, k = SHAPES[name]
-    x = torch.empty(rows, k, device="cuda", dtype=torch.bfloat16)
-    w = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
-    bias = torch.empty(n, device="cuda", dtype=torch.bfloat16) if name == "qkv" else None
-    for tile in gemm_tiles(name, rows)[part::parts]:
-        try:
-            skinny_triton(x, w, bias, tile, name == "gate_up")
-        except Exception:
-            pass
-
-
-def paged(batch: int, context: int, pools: int, queries: int = 1) -> tuple[Tensor, list[Tensor], AttentionBatch]:
+def paged(
+    sequences: int, context: int, queries: int, sets: int
+) -> tuple[Tensor, list[Tensor], AttentionBatch]:
     pages = -(-context // 16)
-    cache = [torch.randn(2, batch * pages + 1, 4, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(pools)]
-    tables = (torch.randperm(batch * pages, device="cuda") + 1).int().view(batch, pages)
-    q = torch.randn(batch * queries, 28, 128, device="cuda", dtype=torch.bfloat16)
-    starts = torch.arange(0, batch * queries + 1, queries, device="cuda", dtype=torch.int32)
-    lens = torch.full((batch,), context, device="cuda", dtype=torch.int32)
-    decodes = batch if queries == 1 else 0
-    return q, cache, AttentionBatch(starts, starts, tables, lens, starts, decodes, queries, context)
+    shape = (2, sequences * pages + 1, 4, 16, 128)
+    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+    tables = (torch.randperm(sequences * pages, device="cuda") + 1).int().view(sequences, pages)
+    starts = torch.arange(0, sequences * queries + 1, queries, device="cuda", dtype=torch.int32)
+    lengths = torch.full((sequences,), context, device="cuda", dtype=torch.int32)
+    decodes = sequences if queries == 1 else 0
+    q = torch.randn(sequences * queries, 28, 128, device="cuda", dtype=torch.bfloat16)
+    return q, caches, AttentionBatch(starts, starts, tables, lengths, starts, decodes, queries, context)
 
 
-DECODE_TILES = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (32, 4, 5), (32, 2, 5), (32, 4, 7), (32, 1, 5), (128, 4, 3), (128, 8, 3), (64, 8, 4), (64, 2, 4), (16, 1, 7)]  # fmt: skip
-
-
-def decode(cases: list[tuple[int, int]]) -> None:
-    for batch, context in cases:
-        size = batch * context * 2048
-        q, cache, layout = paged(batch, context, min(16, BETWEEN // size + 1))
-        want = None
-        results = []
-        out = torch.empty_like(q)
-        for raw in DECODE_TILES:
-            tile = DecodeTile(*raw)
-            for splits in (None,) if batch > 1 else (None, 128):
-                try:
-                    decode_attention_triton(q, *cache[0], layout, 0.088, 0, out, splits, tile)
-                    if want is None:
-                        want = out.clone()
-                    error = float((out.float() - want.float()).norm() / want.float().norm())
-                    if not error < 5e-3:
-                        print("WRONG", tile, error)
-                    run = lambda i, t=tile, s=splits: decode_attention_triton(q, *cache[i % len(cache)], layout, 0.088, 0, out, s, t)  # noqa: E731, E501
-                    results.append((graph_us(run, 2 * len(cache)), f"{raw} {splits or ''}"))
-                except Exception as error:
-                    print("FAILED", tile, str(error)[:80])
-        results.sort()
-        print(f"decode b{batch} c{context}: " + "  ".join(f"{size / us / 1e6:.2f} TB/s ({us:.0f}) {what}" for us, what in results), flush=True)
-
-
-def compile_decode(raw: tuple[int, int, int]) -> None:
-    for batch, context in ((2, 128), (600, 16)):
-        q, cache, layout = paged(batch, context, 1)
-        try:
-            decode_attention_triton(q, *cache[0], layout, 0.088, 0, torch.empty_like(q), None, DecodeTile(*raw))
-        except Exception:
-            pass
-
-
-DENSE_TILES = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)]
-PAGED_TILES = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 32, 8, 5), (64, 64, 4, 3), (128, 128, 8, 3)]
-
-
-def prefill_runs(batch: int, context: int, queries: int) -> list[tuple[str, Callable[[int], Any], Tensor]]:
-    from kernels import attention_prefill
-
-    q, cache, layout = paged(batch, context, 1, queries)
+def decode_runs(sequences: int, context: int, sets: int) -> dict[str, Run]:
+    q, caches, batch = paged(sequences, context, 1, sets)
     out = torch.empty_like(q)
-    runs = []
 
-    def by_pages(i: int, raw: Any) -> None:
-        attention_prefill._blocks = lambda *_: raw
-        prefill_attention_triton(q, *cache[0], layout, 0.088, 0, out)
+    def run(tile: DecodeTile, splits: int | None, i: int) -> None:
+        k, v = caches[i % sets]
+        decode_attention_triton(q, k, v, batch, 0.088, 0, out, splits, tile)
 
-    for raw in PAGED_TILES:
-        runs.append((f"paged {raw}", lambda i, r=raw: by_pages(i, r), out))
-    for raw in DENSE_TILES:
-        runs.append((f"dense {raw}", lambda i, r=raw: dense_attention_triton(q, *cache[0], layout, 0.088, 0, out, DenseTile(*r)), out))
-    return runs
+    candidates = itertools.product(DECODE_TILES, (None, 1, 2, 4, 32))
+    return {f"{tuple(tile)} splits {splits}": partial(run, tile, splits) for tile, splits in candidates}
 
 
-def prefill(cases: list[tuple[int, int, int]]) -> None:
-    for batch, context, queries in cases:
-        flops = 4 * 128 * 28 * batch * (queries * (context - queries) + queries * (queries + 1) / 2)
-        results, want = [], None
-        for name, run, out in prefill_runs(batch, context, queries):
-            try:
-                out.fill_(float("nan"))
-                run(0)
-                if want is None:
-                    want = out.clone()
-                error = float((out.float() - want.float()).norm() / want.float().norm())
-                if not error < 5e-3:
-                    print("WRONG", name, error)
-                results.append((graph_us(run, 4), name))
-            except Exception as error:
-                print("FAILED", name, str(error)[:100])
-        if batch == 1 and context == queries:
-            q = torch.randn(1, 28, queries, 128, device="cuda", dtype=torch.bfloat16)
-            k, v = (torch.randn_like(q) for _ in range(2))
-            for kind in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
-                try:
-                    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kind)):
-                        results.append((graph_us(lambda i: F.scaled_dot_product_attention(q, k, v, is_causal=True), 4), kind))
-                except Exception as error:
-                    print("FAILED", kind, str(error)[:100])
-        results.sort()
-        print(f"prefill b{batch} c{context} q{queries}: " + "  ".join(f"{flops / us / 1e6:.0f} TF ({us:.0f}) {what}" for us, what in results), flush=True)
+def prefill_runs(sequences: int, context: int, queries: int) -> dict[str, Run]:
+    q, ((k, v),), batch = paged(sequences, context, queries, 1)
+    out = torch.empty_like(q)
+
+    def dense(tile: DenseTile, _: int) -> None:
+        dense_attention_triton(q, k, v, batch, 0.088, 0, out, tile)
+
+    def pages(_: int) -> None:
+        prefill_attention_triton(q, k, v, batch, 0.088, 0, out)
+
+    return {"by pages": pages, **{f"dense {tuple(tile)}": partial(dense, tile) for tile in DENSE_TILES}}
 
 
-def compile_prefill(place: int) -> None:
-    runs = prefill_runs(1, 256, 128) + prefill_runs(2, 256, 128)
-    half = len(runs) // 2
-    for i in (place, place + half):
+def compile_all(
+    runs: Callable[..., dict[str, Run]], arguments: tuple[Any, ...], part: int, parts: int
+) -> None:
+    """Run a part of the candidates once, in a process of its own: compiled kernels are cached for all."""
+    for run in list(runs(*arguments).values())[part::parts]:
         try:
-            runs[i][1](0)
+            run(0)
         except Exception:
-            pass
+            continue  # `rank` will say why
+    torch.cuda.synchronize()
 
 
 def main() -> None:
     kinds = sys.argv[1:] or ["gemm", "decode", "prefill"]
-    rows = [1, 8, 32, 64]
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
-        waits = []
-        if "gemm" in kinds:
-            waits.append(pool.map_async(compile_gemm, [(n, m, i, 3) for n in SHAPES for m in rows for i in range(3)], 1))
-        if "decode" in kinds:
-            waits.append(pool.map_async(compile_decode, DECODE_TILES, 1))
-        if "prefill" in kinds:
-            waits.append(pool.map_async(compile_prefill, range(len(PAGED_TILES) + len(DENSE_TILES)), 1))
-        for wait in waits:
-            wait.get()
-    print("compiled", flush=True)
-    if "decode" in kinds:
-        decode([(256, 512), (32, 4096), (128, 4096), (1, 4096), (1, 32768), (8, 512)])
-    if "prefill" in kinds:
-        prefill([(1, 8192, 8192), (1, 32000, 7424), (8, 1024, 1024)])
+    jobs: list[tuple[Any, ...]] = []
     if "gemm" in kinds:
-        gemm(["gate_up", "down", "qkv", "o", "head"], rows)
+        jobs += [(gemm_runs, (n, m, 1), part, 2) for n in SHAPES for m in ROWS for part in range(2)]
+    if "decode" in kinds:
+        jobs += [(decode_runs, (s, 64, 1), part, 4) for s in (1, 8) for part in range(4)]
+    if "prefill" in kinds:
+        jobs += [(prefill_runs, (s, 256, 256), part, 3) for s in (1, 2) for part in range(3)]
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        pool.starmap(compile_all, jobs, 1)
+    for name, rows in itertools.product(SHAPES, ROWS) if "gemm" in kinds else ():
+        size = 2 * SHAPES[name][0] * SHAPES[name][1]
+        sets = min(16, BETWEEN // size + 1)
+        rank(f"{name} {rows}", size / BANDWIDTH, gemm_runs(name, rows, sets), 2 * sets)
+    for sequences, context in DECODE if "decode" in kinds else ():
+        size = sequences * context * 2048
+        sets = min(16, BETWEEN // size + 1)
+        runs = decode_runs(sequences, context, sets)
+        rank(f"decode {sequences} x {context}", size / BANDWIDTH, runs, 2 * sets)
+    for sequences, context, queries in PREFILL if "prefill" in kinds else ():
+        flops = 4 * 128 * 28 * sequences * queries * (context - queries / 2)
+        runs = prefill_runs(sequences, context, queries)
+        rank(f"prefill {sequences} x {context}, {queries} rows", flops / 750e6, runs, 4)
 
 
 if __name__ == "__main__":

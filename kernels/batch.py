@@ -24,6 +24,10 @@ class AttentionBatch:
     page * page_size + offset. Page 0 is the null page: nothing is ever read from it, and padding rows (slot <
     page_size) are not written.
 
+    A decoding sequence of length 0 is a place left empty (in a graph): the row at its place may belong to a
+    chunk behind. block_tables and seq_lens must be complete before the step's first kernel starts: kernels
+    that start early (pdl.py) read them at once.
+
     block_tables [B, M] int32, seq_lens [B] int32, query_starts [B + 1] int32, slots [T] int64, positions [T]
     int64.
     """

@@ -17,7 +17,19 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-MODULES = ("attention", "attention_decode", "attention_prefill", "copy_pages", "norm", "rope_cache", "swiglu")
+MODULES = (
+    "attention",
+    "attention_decode",
+    "attention_dense",
+    "attention_prefill",
+    "copy_pages",
+    "gemm_skinny",
+    "norm",
+    "prepare",
+    "rope_cache",
+    "sampling",
+    "swiglu",
+)
 
 
 def _take_kernels() -> dict[str, ModuleType]:
