@@ -19,6 +19,8 @@ from tests.worker.random_models import SMALL, Oracle, write_checkpoint, write_se
 from tests.worker.real_worker import RealWorker, real_worker, wait_until
 from worker import LLM, SamplingParams
 
+pytestmark = pytest.mark.timeout(300)
+
 OPTIONS = ("--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "64", "--max-num-batched-tokens", "128")
 PADDING = 50  # rows of the model beyond the tokenizer's
 TEXTS = ("hello world", "held, or", "wow é中")
@@ -188,14 +190,14 @@ async def test_a_seed_gives_the_same_alone_and_among_64(worker: RealWorker) -> N
 
 
 def test_a_long_prompt_does_not_starve_a_stream(worker: RealWorker) -> None:
-    """15,000 tokens in chunks of at most 127 are 119 steps, and each of them brings the stream a token."""
+    """10,000 tokens in chunks of at most 127 are 79 steps, and each of them brings the stream a token."""
     stream = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     answered = threading.Event()
     first_token: list[float] = []
 
     def ask() -> None:
         started = time.monotonic()
-        answer = worker.post("/generate", prompt=[5] * 15_000, max_tokens=1, temperature=0)
+        answer = worker.post("/generate", prompt=[5] * 10_000, max_tokens=1, temperature=0)
         assert answer.status_code == 200
         first_token.append(time.monotonic() - started)
         answered.set()
@@ -211,7 +213,7 @@ def test_a_long_prompt_does_not_starve_a_stream(worker: RealWorker) -> None:
             between += len(json.loads(next(lines))["token_ids"])
             arrivals.append(time.monotonic())
         asking.join()
-    assert between >= 115
+    assert between >= 75
     longest = max(later - earlier for earlier, later in itertools.pairwise(arrivals))
     assert longest < first_token[0] / 4, "the stream stood still for much of the prompt"
 
@@ -232,11 +234,11 @@ def test_sigterm_lets_a_stream_finish(checkpoint: tuple[Path, Oracle, int], tmp_
         assert not engine.is_running()
 
 
-def test_a_killed_server_takes_its_engine_along(checkpoint: tuple[Path, Oracle, int], tmp_path: Path) -> None:
-    with real_worker(tmp_path, checkpoint[0], *OPTIONS) as running:
-        engine = running.engine
-        stream = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        with running.client.stream("POST", "/v1/completions", json=stream) as answer:
-            next(answer.iter_bytes())
-            running.process.kill()
-            wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5)
+def test_a_killed_server_takes_its_engine_along(worker: RealWorker) -> None:
+    """The last of this worker's tests."""
+    engine = worker.engine
+    stream = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with worker.client.stream("POST", "/v1/completions", json=stream) as answer:
+        next(answer.iter_bytes())
+        worker.process.kill()
+        wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5)
