@@ -6,6 +6,7 @@ gateway validates the block with this model before it starts anything; the worke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -79,14 +80,25 @@ class WorkerOptions(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkerOptions:
-        if (
-            not self.enable_chunked_prefill
-            and self.max_num_batched_tokens is not None
-            and self.max_model_len is not None
-            and self.max_num_batched_tokens < self.max_model_len
-        ):
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+        problems = list(self._contradictions())
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What can't be together on any machine and with any model; the engine checks the rest."""
+        tokens = self.max_num_batched_tokens
+        if self.device == "cpu" and self.dtype not in ("auto", "float32"):
+            yield f"dtype {self.dtype} needs a GPU; on a CPU only float32 is fast and exact"
+        if tokens is None:
+            return
+        if self.max_num_seqs is not None and self.enable_chunked_prefill and tokens < self.max_num_seqs:
+            yield (
+                f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "a step must have room for a token of every sequence"
+            )
+        if self.max_model_len is not None and not self.enable_chunked_prefill and tokens < self.max_model_len:
+            yield (
+                f"max_num_batched_tokens ({tokens}) must be at least max_model_len "
                 f"({self.max_model_len}) when enable_chunked_prefill is off"
             )
-        return self

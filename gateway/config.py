@@ -303,7 +303,7 @@ class _Reporter:
     def _origin(self, path: KeyPath) -> KeyPath:
         """A worker option that a model has from `defaults` is reported there, once."""
         from_model = path[:4] in self._source.lines or _variable(self._overrides, path[:1])
-        if len(path) >= 4 and path[0] == "models" and path[2] == "worker" and not from_model:
+        if len(path) >= 3 and path[0] == "models" and path[2] == "worker" and not from_model:
             return ("defaults", *path[3:])
         return path
 

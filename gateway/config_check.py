@@ -14,6 +14,20 @@ from pydantic_core import ErrorDetails
 from gateway.yaml_source import KeyPath
 
 RANDOM = "random:"
+# What a person who doesn't know pydantic reads, by its kind of error.
+_PLAIN = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list",
+    "model_type": "must be a block of keys",
+    "model_attributes_type": "must be a block of keys",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?P<file>/[\w./-]+\.gguf)?")
 
 
@@ -164,6 +178,8 @@ def describe(root: type[BaseModel], detail: ErrorDetails) -> str:
         return "this key is needed"
     if kind == "value_error":
         return message.removeprefix("Value error, ")
+    if kind in _PLAIN:
+        message = _PLAIN[kind]
     if kind == "string_pattern_mismatch":
         message = "letters, digits and . _ : / @ + - are allowed, starting with a letter or digit"
     if isinstance(value, (str, int, float)):

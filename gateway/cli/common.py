@@ -34,15 +34,21 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.encode(value, enc_hook=str).decode())
 
 
-def read_fleet(path: str) -> FleetFile:
-    """The fleet file, or the end of the command with all its problems on stderr and code 2."""
+def count_of(count: int, thing: str) -> str:
+    """``1 model``, ``2 models``"""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def read_fleet(path: str, consequence: str = "") -> FleetFile:
+    """The fleet file, or the end of the command with all its problems on stderr and code 2; `consequence`
+    says what that means."""
     try:
         return load_fleet(path)
     except ConfigError as error:
         count = len(error.problems)
         for problem in error.problems:
             click.echo(str(problem), err=True)
-        fail(f"{count} problem{'s' if count != 1 else ''} in {path}; nothing was started", EXIT_INVALID)
+        fail(f"{count_of(count, 'problem')} in {path}{consequence}", EXIT_INVALID)
 
 
 def which_fleet(*file_flags: str) -> Callable[[Callable[P, None]], Callable[..., None]]:

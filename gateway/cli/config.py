@@ -8,7 +8,7 @@ import sys
 import click
 import yaml
 
-from gateway.cli.common import print_json, read_fleet
+from gateway.cli.common import count_of, print_json, read_fleet
 from gateway.config import ConfigError, load_fleet
 from gateway.fleet.errors import EXIT_INVALID
 
@@ -30,7 +30,7 @@ def check(file: str, as_json: bool) -> None:
     fleet = read_fleet(file)
     for warning in fleet.warnings():
         click.echo(f"warning: {warning}", err=True)
-    click.echo(f"{file}: ok, {len(fleet.models)} models")
+    click.echo(f"{file}: ok, {count_of(len(fleet.models), 'model')}")
 
 
 @config.command()

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gateway.cli.common import DEFAULT_STATE_DIR
 from gateway.config import FleetFile
 from gateway.fleet.unit import UnitState, UnitStatus
 
@@ -50,7 +51,7 @@ class Display:
         self._fleet = fleet
         self._url = url
         self._json = as_json
-        self._stop_hint = "`pagefleet down` stops it." if detached else "Ctrl-C stops it."
+        self._stop_hint = f"`{command(fleet, 'down')}` stops it." if detached else "Ctrl-C stops it."
         self._latest: dict[str, UnitStatus] = {}
         self._announced = False
         self._console = make_console()
@@ -129,7 +130,6 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
             "temperature": 0,
         }
     )
-    state_dir = shlex.quote(str(fleet.supervisor.state_dir))
     lines = [
         "",
         f"pagefleet is up at {url}" + (f", without {', '.join(failed)}" if failed else ""),
@@ -138,11 +138,19 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
         "",
         "try:",
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}",
-        f"  {_program()} chat {fleet.models[0].name} --state-dir {state_dir}",
+        f"  {command(fleet, 'chat', fleet.models[0].name)}",
         "",
         stop_hint,
     ]
     return "\n".join(lines)
+
+
+def command(fleet: FleetFile, *arguments: str) -> str:
+    """What to type for a command to this fleet: with the directory that holds its state, unless a command
+    that names none finds it."""
+    state_dir = fleet.supervisor.state_dir
+    named = [] if state_dir == Path(DEFAULT_STATE_DIR) else ["--state-dir", str(state_dir.absolute())]
+    return f"{_program()} {shlex.join([*arguments, *named])}"
 
 
 def _program() -> str:

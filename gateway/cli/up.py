@@ -36,7 +36,7 @@ def up(file: str, detach: bool, dry_run: bool, as_json: bool, detached: bool) ->
     Stays in the foreground; Ctrl-C or SIGTERM stops it after requests in flight have ended,
     a second one at once.
     """
-    fleet = read_fleet(file)
+    fleet = read_fleet(file, "; nothing was started")
     for warning in fleet.warnings():
         click.echo(f"warning: {warning}", err=True)
     if dry_run:

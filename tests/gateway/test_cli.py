@@ -63,14 +63,15 @@ def test_version() -> None:
 
 
 def test_config_check(fleet: Path) -> None:
-    assert invoke("config", "check", str(fleet)).output == f"{fleet}: ok, 1 models\n"
+    assert invoke("config", "check", str(fleet)).output == f"{fleet}: ok, 1 model\n"
     assert json.loads(invoke("config", "check", str(fleet), "--json").output) == {"ok": True, "problems": []}
     fleet.write_text(FLEET + "    limits: {qps: 1}\nmodel: []\n")
     fleet.write_text(FLEET.replace("source: o/n", "sorce: o/n"))
     result = invoke("config", "check", str(fleet))
     assert result.exit_code == 2
     assert f"{fleet}:3: models[0].sorce: unknown key; did you mean 'source'?" in result.stderr
-    assert f"2 problems in {fleet}; nothing was started" in result.stderr
+    assert result.stderr.endswith(f"2 problems in {fleet}\n")
+    assert invoke("up", str(fleet)).stderr.endswith(f"2 problems in {fleet}; nothing was started\n")
     answer = json.loads(invoke("config", "check", str(fleet), "--json").output)
     assert [problem["key"] for problem in answer["problems"]] == ["models[0].source", "models[0].sorce"]
 
@@ -145,7 +146,10 @@ def test_the_command_to_paste_can_be_typed(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "argv", [started_as])
-    assert f"  {shown} chat a --state-dir .pagefleet" in banner(load_fleet(fleet), "http://x", [], "")
+    assert f"  {shown} chat a\n" in banner(load_fleet(fleet), "http://x", [], "")
+    fleet.write_text("supervisor: {state_dir: my fleet}\n" + FLEET)
+    elsewhere = f"--state-dir '{fleet.parent / 'my fleet'}'"
+    assert f"  {shown} chat a {elsewhere}\n" in banner(load_fleet(fleet), "http://x", [], "")
 
 
 def test_on_a_terminal_a_line_per_worker_lives(fleet: Path) -> None:

@@ -177,6 +177,22 @@ def test_the_state_directory_may_be_below_the_home_directory(
 
 A = "models:\n  - name: a\n    source: o/n\n"
 CASES = {
+    "half precision on a CPU": (
+        A + "    worker: {device: cpu, dtype: float16}\n",
+        ":4: models[0].worker: dtype float16 needs a GPU; on a CPU only float32",
+    ),
+    "half precision on a CPU as default": (
+        "defaults: {device: cpu, dtype: float16}\n" + A + "  - {name: b, source: o/n}\n",
+        ":1: defaults: dtype float16 needs a GPU; on a CPU only float32",
+    ),
+    "a step smaller than its sequences": (
+        A + "    worker: {max_num_seqs: 8, max_num_batched_tokens: 4}\n",
+        ":4: models[0].worker: max_num_batched_tokens (4) must be at least max_num_seqs (8): a step",
+    ),
+    "words for a whole number": (
+        A + "    worker: {max_num_seqs: many}\n",
+        ":4: models[0].worker.max_num_seqs: must be a whole number, not 'many'",
+    ),
     "unknown key": (A + "    replica: 2\n", ":4: models[0].replica: unknown key; did you mean 'replicas'?"),
     "unknown top-level key": ("model: []\n" + GOOD, ":1: model: unknown key; did you mean 'models'?"),
     "unknown key without likeness": (
@@ -280,7 +296,7 @@ CASES = {
         ":1: this isn't YAML: could not determine a constructor for the tag",
     ),
     "a document within itself": ("models: &x [*x]\n", "an anchor in line 1 contains itself"),
-    "a mapping in place of a list": ("models: {name: a}\n", ":1: models: Input should be a valid tuple"),
+    "a mapping in place of a list": ("models: {name: a}\n", ":1: models: must be a list"),
 }
 
 

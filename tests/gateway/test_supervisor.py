@@ -355,7 +355,8 @@ def test_a_detached_fleet_is_as_private_and_its_log_is_true(tmp_path: Path) -> N
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         text = state.log("supervisor").read_text()
         assert "pagefleet chat ok --state-dir" in text
-        assert "`pagefleet down` stops it." in text
+        assert f"`pagefleet down --state-dir {state.root}` stops it." in text
+        assert f"`pagefleet down --state-dir {state.root}` stops it." in done.stdout
         assert "Ctrl-C" not in text + done.stdout
         assert "__main__" not in text + done.stdout
         os.truncate(state.log("supervisor"), logs.ROTATE_AT + 1)
