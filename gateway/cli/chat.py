@@ -14,7 +14,7 @@ from gateway.cli.common import fail, print_json, require_fleet, which_fleet
 from gateway.fleet.statedir import StateDir
 
 _TIMEOUT = httpx.Timeout(10, read=300)
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cuts an answer short."
+_HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C cuts an answer short."
 
 Message = dict[str, str]
 
@@ -28,7 +28,9 @@ class ChatError(Exception):
 @which_fleet("-f", "--file")
 @click.option("-p", "--prompt", help="Ask this once, print the answer and end.")
 @click.option("--system", help="System message.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), help="Longest answer; default: what the model has room for."
+)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.6, show_default=True)
 @click.option("--url", help="Address of the gateway; default: the running fleet's.")
 @click.option("--json", "as_json", is_flag=True, help="With -p: the whole answer as JSON.")
@@ -37,7 +39,7 @@ def chat(
     state: StateDir,
     prompt: str | None,
     system: str | None,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     url: str | None,
     as_json: bool,
@@ -45,7 +47,9 @@ def chat(
     """Chat with a model: interactive, or one question with -p."""
     if as_json and prompt is None:
         raise click.UsageError("--json needs -p")
-    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    body: dict[str, Any] = {"model": model, "temperature": temperature}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     with httpx.Client(base_url=url or require_fleet(state).url, timeout=_TIMEOUT, trust_env=False) as client:
         try:
@@ -74,8 +78,9 @@ def _converse(client: httpx.Client, body: dict[str, Any], history: list[Message]
             return
         if text == "/reset":
             history = list(start)
-            continue
-        if not text:
+        elif text == "/help":
+            click.echo(_HELP, err=True)
+        if text in ("", "/reset", "/help"):
             continue
         try:
             answer = _answer(client, {**body, "messages": [*history, _user(text)]})
@@ -86,7 +91,7 @@ def _converse(client: httpx.Client, body: dict[str, Any], history: list[Message]
 
 
 def _answer(client: httpx.Client, body: dict[str, Any]) -> str:
-    """Prints the answer as it comes, and returns it; Ctrl-C ends it early."""
+    """Prints the answer as it comes, and returns it; Ctrl-C ends it early. Every answer ends its line."""
     pieces: list[str] = []
     try:
         for piece in _stream(client, body):
@@ -94,8 +99,13 @@ def _answer(client: httpx.Client, body: dict[str, Any]) -> str:
             click.echo(piece, nl=False)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        pass
-    click.echo()
+        click.echo()
+    except (ChatError, httpx.TransportError):
+        if pieces:
+            click.echo()
+        raise
+    else:
+        click.echo()
     return "".join(pieces)
 
 

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 
-from gateway.cli.common import ask_supervisor, fail, which_fleet
+from gateway.cli.common import fail, which_fleet
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.logs import tail
-from gateway.fleet.statedir import StateDir
+from gateway.fleet.state import read_routes
+from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir
 
 
 @click.command()
@@ -22,7 +24,7 @@ from gateway.fleet.statedir import StateDir
     "-n", "--lines", default=100, show_default=True, type=click.IntRange(min=0), help="Lines to begin with."
 )
 def logs(name: str, state: StateDir, follow: bool, lines: int) -> None:
-    """Show the log of a model, a slot, or the gateway; also of a fleet that is down."""
+    """Show the log of a model (by any of its names), a slot, or the gateway; also of a fleet that is down."""
     paths = _find(state, name)
     for path in paths:
         prefix = f"{path.stem} | " if len(paths) > 1 else ""
@@ -42,12 +44,23 @@ def _find(state: StateDir, name: str) -> list[Path]:
     replicas = [path for stem, path in known.items() if re.fullmatch(re.escape(name) + r"-\d+", stem)]
     if replicas:
         return replicas
-    status = ask_supervisor(state, "GET", "/status")
-    of_model = [Path(unit.log) for unit in (status.units if status else ()) if unit.model == name]
+    of_model = [known[slot] for slot in _slots_of(state, name) if slot in known]
     if of_model:
         return of_model
     names = ", ".join(known) or "none"
-    fail(f"there is no log of '{name}' in {state.logs}; there are: {names}", EXIT_INVALID)
+    hint = "; only a fleet started with --detach has that" if name == SUPERVISOR_LOG else ""
+    fail(f"there is no log of '{name}' in {state.logs}{hint}; there are: {names}", EXIT_INVALID)
+
+
+def _slots_of(state: StateDir, name: str) -> list[str]:
+    """The slots of a model that clients know by `name`; its routes outlive the fleet."""
+    try:
+        routes = read_routes(state.routes).models.values()
+    except (OSError, msgspec.MsgspecError):
+        return []
+    return [
+        target.slot for model in routes if name in (model.model, *model.aliases) for target in model.targets
+    ]
 
 
 def _follow(paths: list[Path]) -> None:

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from gateway.cli import main
 from gateway.cli.display import banner, describe
 from gateway.config import load_fleet
+from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.fleet.unit import UnitStatus
 
 FAKE_FLEET = [sys.executable, str(Path(__file__).with_name("fake_fleet.py"))]
@@ -43,6 +44,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     for command in ("up", "down", "status", "logs", "chat", "config", "worker", "gateway", "version"):
         assert f"\n  {command} " in result.output
     assert "Exit codes" in result.output
+    assert "..." not in result.output.partition("Commands:")[2]
     assert invoke("nonsense").exit_code == 2
 
 
@@ -124,6 +126,18 @@ def test_logs(fleet: Path) -> None:
     result = invoke("logs", "b")
     assert result.exit_code == 2
     assert "there are: a-0, a-1, gateway" in result.stderr
+    assert "only a fleet started with --detach has that" in invoke("logs", "supervisor").stderr
+
+
+def test_logs_by_any_name_of_a_model(fleet: Path) -> None:
+    state = fleet.parent / ".pagefleet"
+    (state / "logs").mkdir(parents=True)
+    (state / "logs" / "org-m-1f2e-0.log").write_text("one\n")
+    target = Target(slot="org-m-1f2e-0", generation=1, address="unix:/x", state="down")
+    routes = Routes(model="org/m", epoch=1, aliases=("x",), targets=(target,))
+    write_routes(state / "routes.json", RoutesFile(epoch=1, models={"org/m": routes}))
+    for name in ("org-m-1f2e-0", "org-m-1f2e", "org/m", "x"):
+        assert invoke("logs", name).output == "one\n"
 
 
 def test_words_for_a_start(fleet: Path) -> None:
@@ -192,7 +206,7 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         if not body.get("stream"):
-            self.wfile.write(json.dumps({"echo": body["messages"]}).encode())
+            self.wfile.write(json.dumps({"echo": body}).encode())
             return
         events = {"whole": [piece, "[DONE]"], "broken": [piece, error], "cut": [piece]}[body["model"]]
         for event in events:
@@ -223,14 +237,20 @@ def url() -> Iterator[str]:
 def test_chat_once(url: str, model: str, code: int, error: str) -> None:
     result = invoke("chat", model, "-p", "hi", "--url", url)
     assert (result.exit_code, result.stderr) == (code, error)
-    assert ("héllo" in result.stdout) == (model != "refused")
+    assert ("héllo\n" in result.stdout) == (model != "refused")
 
 
 def test_chat_as_json_and_in_a_row(url: str) -> None:
     result = invoke("chat", "whole", "-p", "hi", "--system", "be brief", "--json", "--url", url)
-    assert [m["role"] for m in json.loads(result.stdout)["echo"]] == ["system", "user"]
+    assert [m["role"] for m in json.loads(result.stdout)["echo"]["messages"]] == ["system", "user"]
+    assert "max_tokens" not in json.loads(result.stdout)["echo"]
+    asked = invoke("chat", "whole", "-p", "hi", "--max-tokens", "5", "--json", "--url", url)
+    assert json.loads(asked.stdout)["echo"]["max_tokens"] == 5
     assert invoke("chat", "whole", "--json", "--url", url).exit_code == 2
-    result = CliRunner().invoke(main, ["chat", "whole", "--url", url], input="hi\n\n/reset\nagain\n/exit\n")
+    result = CliRunner().invoke(
+        main, ["chat", "whole", "--url", url], input="hi\n\n/reset\n/help\nagain\n/quit\n"
+    )
     assert result.exit_code == 0
     assert result.stdout.count("héllo") == 2
+    assert result.stderr.count("/reset forgets") == 2
     assert "127.0.0.1:1" in invoke("chat", "a", "-p", "hi", "--url", "http://127.0.0.1:1").stderr
