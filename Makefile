@@ -36,9 +36,10 @@ bench: $(TEST) model  ## serving on this machine's CPU beside transformers
 model: $(RUN)  ## fetch the demo model
 	@$(BIN)/python scripts/fetch_demo_model.py
 
-clean:  ## remove what make made, also the model
-	rm -rf .venv models .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove what make made, also the model; state directories of fleets stay
+	rm -rf .venv models *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
+	@test ! -e .pagefleet || echo "left: .pagefleet, a fleet's logs and state; when it is down, rm -r .pagefleet"
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## *(.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16

@@ -83,7 +83,11 @@ def unsupported_encoding(encoding: bytes) -> ApiError:
 
 
 def route_not_found(path: str) -> ApiError:
-    return not_found(f"There is no {path[:200]!r} here; the API is under /v1/.", code="route_not_found")
+    return not_found(
+        f"There is no {path[:200]!r} here; the API is under /v1/: GET /v1/models lists the models, "
+        "and GET /health tells whether the gateway runs.",
+        code="route_not_found",
+    )
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:

@@ -51,7 +51,7 @@ def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
 
 
 def _page(status: FleetStatus) -> RenderableType:
-    head = f"{status.url}  supervisor {status.supervisor}  up {format_duration(time.time() - status.started)}"
+    head = f"{status.url}  supervisor {status.supervisor}  up {_age(status.started)}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("SLOT", "MODEL", "STATE", "PHASE", "PID", "GEN", "RESTARTS", "SINCE"):
         table.add_column(column)
@@ -66,8 +66,15 @@ def _page(status: FleetStatus) -> RenderableType:
             str(unit.pid or ""),
             str(unit.generation),
             str(unit.restarts),
-            format_duration(max(0, time.time() - unit.since)),
+            _age(unit.since),
         )
         if unit.error:
             notes.append(Text(f"{unit.slot}: {unit.error}; log: {unit.log}"))
+        elif unit.last_exit:
+            notes.append(Text(f"{unit.slot}: before its last restart: {unit.last_exit}; log: {unit.log}"))
     return Group(Text(head + ("  stopping" if status.stopping else "")), table, *notes)
+
+
+def _age(since: float) -> str:
+    """``3.9s`` since a Unix time."""
+    return format_duration(round(max(0, time.time() - since), 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ from gateway.cli.common import ask_supervisor, fail, print_json, read_fleet
 from gateway.cli.display import SETTLED, Display
 from gateway.config import FleetFile
 from gateway.fleet.commands import PYTHON, Commands, slots_of
-from gateway.fleet.errors import EXIT_DEGRADED, FleetError
+from gateway.fleet.errors import EXIT_DEGRADED, EXIT_INVALID, FleetError
 from gateway.fleet.logs import open_log, tail
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir
 from gateway.fleet.supervisor import Supervisor
@@ -115,4 +116,9 @@ def _follow_start(
     finally:
         display.close()
     click.echo("\n".join(tail(log, 30, start)), err=True)
+    if process.returncode == EXIT_INVALID:
+        with contextlib.suppress(FleetError):  # somebody else may have it by now
+            state.acquire()
+            state.discard()
+            state.release()
     return process.returncode or 1

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import ipaddress
 import socket
+from pathlib import Path
 
 import psutil
 
 from gateway.fleet.errors import InvalidFleet
+from gateway.fleet.statedir import LOCK
 
 BACKLOG = 2048
 
@@ -53,7 +55,18 @@ def _holder(port: int) -> str:
         for connection in psutil.net_connections(kind="tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,)
             if listens and connection.pid is not None:
-                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+                process = psutil.Process(connection.pid)
+                return f" by process {process.pid} ({process.name()}){_fleet_of(process)}"
+    return ""
+
+
+def _fleet_of(process: psutil.Process) -> str:
+    """Which fleet a supervisor or its gateway belongs to, by the lock that the supervisor holds."""
+    for candidate in filter(None, (process, process.parent())):
+        for file in candidate.open_files():
+            path = Path(file.path)
+            if path.name == LOCK and path.read_text().strip() == str(candidate.pid):
+                return f" of the fleet in {path.parent} (`pagefleet down --state-dir {path.parent}`)"
     return ""
 
 

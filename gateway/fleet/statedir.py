@@ -15,6 +15,7 @@ from gateway.fleet.errors import Conflict, InvalidFleet
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the closing NUL
 _LONGEST_GENERATION = ".99999999.sock"
 _PREFIX = "pagefleet-"
+LOCK = "lock"  # holds its owner's process id
 SUPERVISOR_LOG = "supervisor"  # of a detached one
 
 
@@ -30,6 +31,7 @@ class StateDir:
         self.config = self.run / "fleet.json"
         self._sockets_elsewhere = self.run / "sockets"  # names the directory, when that isn't `run`
         self._lock: int | None = None
+        self._is_new = False
 
     @property
     def admin_socket(self) -> Path:
@@ -48,6 +50,7 @@ class StateDir:
 
     def make(self) -> None:
         """Creates the directories, for their owner only; InvalidFleet when they can't be had."""
+        self._is_new |= not self.root.exists()
         try:
             for directory in (self.root, self.run, self.logs):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +64,7 @@ class StateDir:
         """Creates the directories and takes the lock; Conflict names the process that holds it."""
         self.make()
         try:
-            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise self._unusable(error) from None
         try:
@@ -76,6 +79,12 @@ class StateDir:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
+
+    def discard(self) -> None:
+        """Takes away a directory that this object made, for a fleet that was not started after all."""
+        if self._is_new:
+            shutil.rmtree(self.root, ignore_errors=True)
+            self._is_new = False
 
     def release(self) -> None:
         if self._lock is not None:

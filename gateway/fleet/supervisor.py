@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from gateway.fleet import listen, logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
 from gateway.fleet.backends.local import LocalBackend
 from gateway.fleet.commands import Commands, Slot, slots_of
-from gateway.fleet.errors import EXIT_FAILED
+from gateway.fleet.errors import EXIT_FAILED, InvalidFleet
 from gateway.fleet.probes import GatewayProbe, WorkerProbe
 from gateway.fleet.publisher import Publisher
 from gateway.fleet.reaper import reap
@@ -59,8 +60,7 @@ class Supervisor:
         try:
             self.reaped = reap(self.state.records)
             self.state.remove_sockets()
-            gateway = self._fleet.gateway
-            with listen.bind(gateway.host, gateway.port) as self._listener:
+            with self._listen() as self._listener:
                 self.state.place_sockets(slot.name for slot in self._slots)
                 # Restarted gateways must get the file as it was checked, whatever happens to it meanwhile.
                 snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1)
@@ -69,6 +69,13 @@ class Supervisor:
         finally:
             self.state.remove_sockets()
             self.state.release()
+
+    def _listen(self) -> socket.socket:
+        try:
+            return listen.bind(self._fleet.gateway.host, self._fleet.gateway.port)
+        except InvalidFleet:
+            self.state.discard()
+            raise
 
     @property
     def url(self) -> str:

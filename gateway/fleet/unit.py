@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -22,10 +23,12 @@ T = TypeVar("T")
 
 EXIT_BAD_CONFIGURATION = 2  # starting again can't help
 _LAST_WORDS = 12
+_ERROR_LINE = re.compile(r"\S+ \S+ (?:ERROR|CRITICAL) \S+: (.+)")  # as workers and gateways log
 
 
 class UnitStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a unit; `since`, `retry_at`: Unix times; `log_tail`: after a failure."""
+    """What is known about a unit; `since`, `retry_at`: Unix times; `error` and `log_tail`: after a failure,
+    until it is ready again; `last_exit`: why its last process ended, also when another is ready."""
 
     slot: str
     role: Literal["gateway", "worker"]
@@ -40,6 +43,7 @@ class UnitStatus(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0
     retry_at: float | None = None
     error: str | None = None
+    last_exit: str | None = None
     log_tail: tuple[str, ...] = ()
     log: str = ""
 
@@ -92,6 +96,7 @@ class _End:
 
     reason: str
     fatal: bool = False
+    by_itself: bool = False  # its log says more than its exit code
 
 
 class Unit:
@@ -131,13 +136,18 @@ class Unit:
             now = time.monotonic()
             delay = None if end.fatal else self._policy.after_crash(now, now - ready_at)
             words = tuple(tail(self._spec.log, _LAST_WORDS, self._log_start))
-            if delay is None:
-                self._set(state="failed", phase="", pid=None, error=end.reason, log_tail=words)
-                return
-            retry_at = time.time() + delay
+            reason = _in_its_words(end, words)
             self._set(
-                state="backoff", phase="", pid=None, error=end.reason, log_tail=words, retry_at=retry_at
+                state="failed" if delay is None else "backoff",
+                phase="",
+                pid=None,
+                error=reason,
+                last_exit=reason,
+                log_tail=words,
+                retry_at=None if delay is None else time.time() + delay,
             )
+            if delay is None:
+                return
             await asyncio.sleep(delay)
             self._set(restarts=self.status.restarts + 1, retry_at=None)
 
@@ -255,4 +265,12 @@ def _exit_end(code: int, failure: str | None = None) -> _End:
         return _End("refused its configuration (exit code 2)", fatal)
     if code == -9:
         return _End("was killed (SIGKILL); if nobody did, the machine may be out of memory")
-    return _End(f"was ended by signal {-code}" if code < 0 else f"exited with code {code}")
+    if code < 0:
+        return _End(f"was ended by signal {-code}")
+    return _End(f"exited with code {code}", by_itself=True)
+
+
+def _in_its_words(end: _End, log_tail: Sequence[str]) -> str:
+    """Why a life ended, with the last error that the process logged when it ended by itself."""
+    errors = [match[1] for match in map(_ERROR_LINE.fullmatch, log_tail) if match]
+    return f"{end.reason}: {errors[-1]}" if end.by_itself and errors else end.reason

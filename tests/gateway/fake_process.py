@@ -63,7 +63,15 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
     await start(handle, sock=listener)
     if options.behaviour in ("flaky", "hopeless"):
         loop.call_later(0.5, os._exit, 3)
+    if options.behaviour == "engine-dies":
+        loop.call_later(0.5, say_and_exit)
     await stop.wait()
+
+
+def say_and_exit() -> None:
+    line = "2026-01-02 03:04:05,678 ERROR org/m:x: the engine has ended: signal 9"
+    print(f"{line}\n", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def main() -> None:

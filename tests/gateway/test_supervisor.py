@@ -19,7 +19,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from gateway.cli import main as pagefleet
 from gateway.config import FleetFile, load_fleet
 from gateway.fleet import logs
 from gateway.fleet.errors import Conflict, InvalidFleet
@@ -154,10 +156,23 @@ async def test_five_crashes_and_it_stays_down(tmp_path: Path) -> None:
         await fleet.until_state("crash-0", "failed", generation=5)
         await fleet.until_state("ok-0", "ready")
         assert fleet.target("crash") == ("down", 5)
-        assert fleet.unit("crash-0").error == "exited with code 1"
+        assert fleet.unit("crash-0").error == fleet.unit("crash-0").last_exit == "exited with code 1"
         await asyncio.sleep(0.3)
         assert fleet.unit("crash-0").generation == 5
     assert fleet.code == 0
+
+
+async def test_the_last_exit_stays_known_in_the_workers_own_words(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "engine-dies")) as fleet:
+        await fleet.until_state("engine-dies-0", "ready", generation=2)
+        unit = next(
+            u for u in fleet.history if u.slot == "engine-dies-0" and (u.generation, u.state) == (2, "ready")
+        )
+        assert (unit.error, unit.restarts) == (None, 1)
+        assert unit.last_exit == "exited with code 1: the engine has ended: signal 9"
+        status = ["status", "--state-dir", str(fleet.state.root)]
+        shown = await asyncio.to_thread(CliRunner().invoke, pagefleet, status)
+        assert "the engine has ended: signal 9" in shown.output
 
 
 async def test_a_bad_configuration_fails_at_once_with_its_last_words(tmp_path: Path) -> None:
@@ -305,8 +320,22 @@ def test_a_port_in_use_names_its_holder(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(InvalidFleet, match=f"port {port} .* in use by process {os.getpid()}"):
             with supervisor.open():
                 pass
+        detached = [*FAKE_FLEET, "up", str(path), "--detach"]
+        done = subprocess.run(detached, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert (done.returncode, f"port {port}" in done.stderr) == (2, True)
+        assert not (tmp_path / "state").exists()
     with supervisor.open():  # the failure has released everything
         assert supervisor.url == f"http://127.0.0.1:{port}"
+
+
+async def test_a_port_of_another_fleet_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        monkeypatch.setenv("PAGEFLEET_GATEWAY__PORT", fleet.supervisor.url.rpartition(":")[2])
+        other = Supervisor(load_fleet(fleet_file(tmp_path, "ok", state_dir=tmp_path / "other")))
+        with pytest.raises(InvalidFleet, match=f"of the fleet in {fleet.state.root} "), other.open():
+            pass
+        assert not (tmp_path / "other").exists()
 
 
 def test_an_unusable_state_directory_is_named(tmp_path: Path) -> None:
