@@ -118,15 +118,57 @@ class Transformers:
 
     def __init__(self, threads: int) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         torch.set_num_threads(threads)
         self.torch = torch
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL.parent, gguf_file=MODEL.name)
         self.tokenizer.padding_side = "left"
-        self.model = AutoModelForCausalLM.from_pretrained(
-            MODEL.parent, gguf_file=MODEL.name, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        self.model = self._load()
+
+    def _load(self) -> Any:
+        """LlamaForCausalLM with the checkpoint's weights, read by our loader (theirs needs accelerate)."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from worker.weights.loader import load_model
+        from worker.weights.source import resolve_source
+
+        source = resolve_source(str(MODEL))
+        shape = source.config
+        ours = load_model(source, dtype=self.torch.float32, device="cpu", max_model_len=1024)
+        config = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            vocab_size=shape.vocab_size,
+            rms_norm_eps=shape.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
+            max_position_embeddings=shape.max_position_embeddings,
+            tie_word_embeddings=True,
+            eos_token_id=list(shape.eos_token_ids),
+            attn_implementation="sdpa",
+        )
+        model = LlamaForCausalLM(config).eval()
+        named = {name: tensor.clone() for name, tensor in ours.named_parameters.items()}
+        state = {"model.embed_tokens.weight": named["embedding.weight"]}
+        state["model.norm.weight"] = named["final_norm.weight"]
+        heads = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        for i in range(shape.num_layers):
+            layer, theirs = f"layers.{i}", f"model.layers.{i}"
+            qkv = named[f"{layer}.qkv.weight"].split(heads)
+            state |= {f"{theirs}.self_attn.{x}_proj.weight": part for x, part in zip("qkv", qkv)}
+            gate, up = named[f"{layer}.gate_up.weight"].chunk(2)
+            state |= {f"{theirs}.mlp.gate_proj.weight": gate, f"{theirs}.mlp.up_proj.weight": up}
+            state[f"{theirs}.self_attn.o_proj.weight"] = named[f"{layer}.output.weight"]
+            state[f"{theirs}.mlp.down_proj.weight"] = named[f"{layer}.down.weight"]
+            state[f"{theirs}.input_layernorm.weight"] = named[f"{layer}.input_norm.weight"]
+            state[f"{theirs}.post_attention_layernorm.weight"] = named[f"{layer}.mlp_norm.weight"]
+        missing = model.load_state_dict(state, strict=False)
+        assert not missing.unexpected_keys
+        assert missing.missing_keys in ([], ["lm_head.weight"])
+        return model
 
     def run(self, streams: int) -> float:
         """Tokens per second over the whole call."""
@@ -171,9 +213,7 @@ def pool_use(threads: int, requests: int) -> dict[str, float | None]:
     from worker.ipc.messages import EngineRequest
     from worker.request import Step
 
-    with LLM(
-        str(MODEL), device="cpu", threads=threads, kv_cache_memory_bytes="1GiB", max_num_seqs=64
-    ) as llm:
+    with LLM(str(MODEL), device="cpu", threads=threads, kv_cache_memory_bytes="1GiB", max_num_seqs=64) as llm:
         engine = llm._engine
         for r in workload.mixed(requests, vocabulary=49_000):
             params = SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)

@@ -35,7 +35,8 @@ class Publisher:
         self._epoch = before.epoch
         self._models: dict[str, Routes] = {}
         self._model_of: dict[str, str] = {}
-        self._written = True
+        self._written: tuple[int, int] | None = _identity(path)  # the file as we left it; None: to be written
+        self._complaint = ""
         for slot in slots:
             entry = slot.entry
             self._model_of[slot.name] = entry.name
@@ -64,18 +65,32 @@ class Publisher:
             routes, epoch=routes.epoch + 1, targets=tuple(others.values())
         )
         self._epoch += 1
-        self._written = False
+        self._written = None
         self.flush()
 
     def flush(self) -> None:
-        """Writes what is not on disk yet; after a failure (a full disk) the next call tries again."""
-        if self._written:
+        """Writes what is not on disk yet, or no longer (a file deleted or replaced by someone else); after a
+        failure (a full disk) the next call tries again."""
+        if self._written is not None and self._written == _identity(self._path):
             return
         try:
             write_routes(self._path, RoutesFile(epoch=self._epoch, models=self._models))
-            self._written = True
+            self._written = _identity(self._path)
+            self._complaint = ""
         except OSError as error:
-            log.error("%s can't be written (%s); gateways keep what they have", self._path, error.strerror)
+            complaint = f"{self._path} can't be written ({error.strerror}); gateways keep what they have"
+            if complaint != self._complaint:  # it may last: say it once
+                log.error("%s", complaint)
+            self._complaint = complaint
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells one version of the file from the next; None when there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read_or_empty(path: Path) -> RoutesFile:

@@ -236,3 +236,14 @@ def test_the_first_guess_and_the_full_sort_agree(top_p: float, top_k: int):
     guess = max(256, top_k)
     quick, certain = _threshold(probs.topk(guess).values, k, p, complete=guess == 1000)
     assert torch.equal(quick[certain], exact[certain])
+
+
+def test_a_row_that_adjustments_push_out_of_float32_is_reported():
+    logits = torch.full((2, V), 3e38)
+    rows = [request(SamplingParams(temperature=0, repetition_penalty=0.01), row=i) for i in range(2)]
+    sampler = make_sampler()
+    sampler.begin(rows)
+    logits[1] = 0.0
+    tokens, _ = sampler.sample(logits, rows).read()
+    assert tokens[0] == NOT_FINITE
+    assert tokens[1] >= 0

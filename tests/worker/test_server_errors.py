@@ -63,6 +63,9 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+    ({"logit_bias": {" 5": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
     ({"logit_bias": {"1": "a"}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
@@ -106,6 +109,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": [[] for _ in range(40_000)]}}, "chat_template_kwargs"),
 ]
 
 TEXT_ONLY: list[tuple[dict[str, Any], str]] = [
@@ -355,3 +359,21 @@ async def test_without_a_tokenizer_token_ids_still_work() -> None:
         ):
             answer = await client.post(path, json={**body, **fields})
             assert (answer.status_code, check_shape(answer.json())["param"]) == (400, param), path
+
+
+async def test_arguments_of_a_tool_call_nested_too_deeply_are_a_400() -> None:
+    state = make_state()
+    call = {"id": "c", "type": "function", "function": {"name": "x", "arguments": "[" * 5000}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    async with in_process(state) as client:
+        for path in (CHAT, "/tokenize"):
+            response = await client.post(path, json={"model": MODEL, "messages": messages})
+            assert response.status_code == 400, path
+            assert check_shape(response.json())["param"] == "messages"
+
+
+async def test_a_text_too_long_to_tokenize_is_a_400() -> None:
+    async with in_process(make_state()) as client:
+        response = await client.post("/tokenize", json={"model": MODEL, "prompt": "a" * 4_000_001})
+        assert response.status_code == 400
+        assert check_shape(response.json())["param"] == "prompt"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from tests.worker.text_models import (
 from worker.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from worker.text.template import ChatTemplate
 from worker.text.tokenizer import Tokenizer, TokenizerError, need_tokenizer
+from worker.weights.source import resolve_source
 
 TEXTS = [
     "", " ", "hello world", "  hello\n\n  world ", "1234567 12.5e-3", "don't WE'LL", "héllo 中文 👍🏽",
@@ -290,3 +293,29 @@ def test_missing_or_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF but not really, only some bytes")
     with pytest.raises(TokenizerError, match=r"x\.gguf"):
         Tokenizer.from_path(tmp_path / "x.gguf")
+
+
+@pytest.mark.model
+def test_other_threads_run_while_a_long_text_is_tokenized(demo_model: Path) -> None:
+    """A megabyte takes seconds; a server that stood still meanwhile would be taken for dead."""
+    tokenizer = Tokenizer.from_source(resolve_source(str(demo_model)))
+    assert tokenizer is not None
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.005)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.monotonic()
+    tokenizer.encode("ab " * 300_000)
+    took = time.monotonic() - started
+    done.set()
+    watcher.join()
+    assert max(gaps) < took / 2

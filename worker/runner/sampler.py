@@ -130,9 +130,9 @@ class Sampler:
             if self._vocab_limit < self._vocab_size:
                 logits[:, self._vocab_limit :] = -torch.inf
         raw = torch.log_softmax(self._pick(logits, wanted), dim=-1) if wanted else None
-        finite = torch.isfinite(logits.amax(dim=-1)) if adjusted or not logits.is_cuda else None
         if adjusted:
             self._adjust(logits, requests)
+        finite = torch.isfinite(logits.amax(dim=-1)) if adjusted or not logits.is_cuda else None
         tokens = self._choose_on_gpu(logits, requests) if logits.is_cuda else self._choose(logits, requests)
         if finite is not None:
             tokens = torch.where(finite, tokens, NOT_FINITE)

@@ -19,7 +19,7 @@ from worker.server.generation import Generation, check_sequences
 from worker.server.logprobs import chat_logprobs
 from worker.server.refusals import check_stream_options, refuse_unsupported_format
 from worker.server.sampling import sampling_params
-from worker.server.schemas import MAX_MESSAGES, ChatRequest, Message, decode
+from worker.server.schemas import MAX_MESSAGES, ChatRequest, Message, decode, template_variables
 from worker.server.state import ServerState
 from worker.server.text_model import TextModel
 from worker.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         text,
         request.messages,
         add_generation_prompt=request.add_generation_prompt is not False,
-        variables=request.chat_template_kwargs or {},
+        variables=template_variables(request.chat_template_kwargs),
         limit=info.max_model_len,
     )
     generation = Generation(
@@ -71,7 +71,7 @@ async def chat_prompt(
     *,
     add_generation_prompt: bool,
     variables: dict[str, Any],
-    limit: int,
+    limit: int | None,
 ) -> list[int]:
     """Token ids of a chat. ApiError 400 when it can't become a prompt or is far over `limit` tokens."""
     if not messages:

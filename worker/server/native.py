@@ -14,7 +14,13 @@ from worker.server.exchange import Exchange, JsonLines
 from worker.server.generation import Generation
 from worker.server.logprobs import native_logprobs
 from worker.server.sampling import sampling_params
-from worker.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest, decode
+from worker.server.schemas import (
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+    decode,
+    template_variables,
+)
 from worker.server.state import ServerState
 
 
@@ -98,14 +104,13 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
     request = decode(exchange.body, TokenizeRequest)
     state.check_model(request.model or request.model_name or exchange.query("model"))
     _, info, text = state.ready()
-    # No limit but the body's: counting the tokens of a text that is too long is what people come here for.
-    limit = 1 << 40
+    limit = None  # counting the tokens of a prompt that is too long is what people come here for
     if request.messages is not None:
         tokens = await chat_prompt(
             text,
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
-            variables=request.chat_template_kwargs or {},
+            variables=template_variables(request.chat_template_kwargs),
             limit=limit,
         )
     elif request.prompt is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from contracts.errors import bad_request
 from worker.params import ParamError, SamplingParams
 from worker.server.schemas import MAX_PRIORITY, MAX_SALT, NOT_OFFERED, Sampling
 
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -40,10 +42,10 @@ def sampling_params(
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise bad_request("The keys of logit_bias must be token ids.", "logit_bias") from None
+    for token in bias:
+        if not _TOKEN_ID.fullmatch(token):
+            raise bad_request("The keys of logit_bias must be token ids.", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
 
 
 def _check_extras(request: Sampling) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from contracts.errors import bad_request
 
 MAX_PROMPTS = 1024
+MAX_TEMPLATE_VARIABLES = 65_536  # bytes of JSON
 MAX_MESSAGES = 16384
 MAX_SALT = 256
 MAX_PRIORITY = 1_000_000
@@ -99,14 +100,6 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     reasoning_content: str | None = None
 
 
-class Templated(msgspec.Struct, kw_only=True):
-    """What becomes a prompt through the chat template."""
-
-    messages: list[Message]
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 class ChatRequest(Sampling, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -118,7 +111,7 @@ class ChatRequest(Sampling, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -145,7 +138,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
     return_token_strs: bool | None = None
 
 
@@ -176,6 +169,21 @@ def decode(body: bytes, type: type[T]) -> T:
         raise bad_request("The request's body is nested too deeply.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def template_variables(raw: msgspec.Raw) -> dict[str, Any]:
+    """What `chat_template_kwargs` holds. It is looked at apart, so that its size can be limited first:
+    millions of nested lists would keep the process busy for seconds."""
+    if not raw:
+        return {}
+    if len(memoryview(raw)) > MAX_TEMPLATE_VARIABLES:
+        raise bad_request(
+            f"chat_template_kwargs may have at most {MAX_TEMPLATE_VARIABLES} bytes", "chat_template_kwargs"
+        )
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any] | None) or {}
+    except (msgspec.ValidationError, RecursionError):
+        raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs") from None
 
 
 def _wrong_type(message: str) -> Exception:

@@ -13,6 +13,7 @@ from worker.text.template import ChatTemplate, TemplateError
 from worker.text.tokenizer import Tokenizer
 from worker.weights.source import ModelSource
 
+_MAX_CHARS = 4_000_000  # some seconds of a core; twice what the longest contexts hold
 _OFF_LOOP_CHARS = 8192  # longer texts take over a millisecond or so: tokenized on a thread
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt")
 
@@ -52,13 +53,18 @@ class TextModel:
             )
         return self.tokenizer
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool, limit: int) -> list[int]:
-        """Token ids of `text`. ApiError 400 when it is so long that it must have more than `limit` tokens."""
+    async def encode(
+        self, text: str, *, param: str, add_special_tokens: bool, limit: int | None
+    ) -> list[int]:
+        """Token ids of `text`. ApiError 400 when it is so long that it must have more than `limit` tokens, or
+        has more than _MAX_CHARS characters."""
         tokenizer = self.need_tokenizer(param)
         # A token covers at most so many bytes; the factor is for normalizers that shorten (NFC: 3 to 1).
         fewest = len(text) // (4 * self.longest_token)
-        if fewest > limit:
+        if limit is not None and fewest > limit:
             raise context_too_long(f"at least {fewest}", limit, param)
+        if len(text) > _MAX_CHARS:
+            raise bad_request(f"{param} has {len(text)} characters; at most {_MAX_CHARS} are read.", param)
         if len(text) < _OFF_LOOP_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -138,7 +138,7 @@ def _with_parsed_arguments(call: Any, index: int) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise TemplateError(f"messages[{index}].tool_calls: function.arguments must be JSON text") from None
     return {**call, "function": {**function, "arguments": parsed}}
 

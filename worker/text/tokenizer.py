@@ -70,7 +70,8 @@ class Tokenizer:
             text: any text.
             add_special_tokens: also put the model's begin (and end) token there, if it is trained with one.
         """
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # encode_batch, for one text too: unlike encode it lets other threads run meanwhile.
+        return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token become nothing."""
