@@ -60,7 +60,16 @@ def worker(threads: int) -> Iterator[httpx.AsyncClient]:
             path,
         ]
         process = subprocess.Popen(
-            [*command, "--device", "cpu", "--threads", str(threads), "--disable-log-stats"]
+            [
+                *command,
+                "--device",
+                "cpu",
+                "--threads",
+                str(threads),
+                "--disable-log-stats",
+                "--parent-pid",
+                str(os.getpid()),
+            ]
         )
         try:
             with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://worker") as probe:
