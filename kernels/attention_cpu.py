@@ -120,7 +120,7 @@ def _decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int
 ) -> Tensor:
     """Rows of the decoding sequences: q [B, Hq, D] -> [B, Hq, D]."""
-    key = f"decode/{window}/{k_cache.stride()}"
+    key = ("decode", window, k_cache.stride())
     groups: list[_DecodeGroup] | None = batch.plans.get(key)
     if groups is None:
         groups = batch.plans[key] = _plan_decode(batch, k_cache, q.shape[1], window, q.dtype)
@@ -162,7 +162,7 @@ def _prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int, out: Tensor
 ) -> None:
     """Rows of the sequences behind the decoding ones, from q to out, both [T, Hq, D]."""
-    key = f"prefill/{window}/{k_cache.stride()}"
+    key = ("prefill", window, k_cache.stride())
     chunks: list[_Chunk] | None = batch.plans.get(key)
     if chunks is None:
         chunks = batch.plans[key] = _plan_prefill(batch, k_cache, window, q.dtype)

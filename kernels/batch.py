@@ -40,6 +40,6 @@ class AttentionBatch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    plans: dict[str, Any] = field(
+    plans: dict[tuple[Any, ...], Any] = field(
         default_factory=dict
     )  # what a device path derives once a step, for all layers

@@ -12,15 +12,13 @@ def as_rows(cache: Tensor) -> Tensor:
     The cache may be strided (one layer of a larger pool) as long as head vectors are contiguous and start at
     multiples of D elements.
     """
-    dim = cache.shape[3]
-    if cache.is_contiguous():
-        return cache.view(-1, dim)
-    strides = cache.stride()
-    if strides[3] != 1 or any(stride % dim for stride in strides[:3]):
+    pages, heads, page_size, dim = cache.shape
+    page, head, slot, element = cache.stride()
+    if element != 1 or page % dim or head % dim or slot % dim:
         raise ValueError(
-            f"cache strides {strides}: the last must be 1, the others multiples of head_dim {dim}"
+            f"cache strides {cache.stride()}: the last must be 1, the others multiples of head_dim {dim}"
         )
-    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], strides[:3]))
+    last = (pages - 1) * page + (heads - 1) * head + (page_size - 1) * slot
     return cache.as_strided((last // dim + 1, dim), (dim, 1))
 
 

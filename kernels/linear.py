@@ -8,7 +8,10 @@ from torch import Tensor
 
 from kernels.gemm_skinny import Norm, best_tile, skinny_triton
 from kernels.norm import rms_norm
+from kernels.packed_matrix import PackedMatrix
 from kernels.swiglu import swiglu
+
+Weight = Tensor | PackedMatrix
 
 # Microseconds of F.linear / W xᵀ ("mm") in float32 with two threads on Zen 3 (AVX2, MKL 2024.2), weights out
 # of cache. At one row torch calls GEMV, which streams weights at half the speed of GEMM, so there "mm" has
@@ -39,14 +42,16 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias.unsqueeze(1), weight, x.t()).t()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]; in `out` if given.
 
-    On a CPU the result may be column-major (the transposed view of what the GEMM wrote): elementwise
-    operations and the other kernels here take it as it is, for less than a copy would cost; `.view` can't
-    merge its dimensions.
+    On a CPU the result of a weight that isn't packed may be column-major (the transposed view of what the
+    GEMM wrote): elementwise operations and the other kernels here take it as it is, for less than a copy
+    would cost; `.view` can't merge its dimensions.
     """
-    if x.is_cuda:
+    if isinstance(weight, PackedMatrix):
+        y = weight.product(x, bias)
+    elif x.is_cuda:
         tile = best_tile(x, weight)
         if tile is not None:
             return skinny_triton(x, weight, bias, tile, out=out)
@@ -58,9 +63,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     return y if out is None else out.copy_(y)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual [T, N] += linear(x, weight, bias), in place."""
-    if x.is_cuda:
+    if x.is_cuda and isinstance(weight, Tensor):
         tile = best_tile(x, weight)
         if tile is not None:
             return skinny_triton(x, weight, bias, tile, add=True, out=residual)
@@ -69,19 +74,19 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return residual.add_(linear(x, weight, bias))
 
 
-def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` of the normalised rows of x: see `rms_norm`."""
-    if x.is_cuda:
+    if x.is_cuda and isinstance(weight, Tensor):
         tile = best_tile(x, weight, normed=True)
         if tile is not None:
             return skinny_triton(x, weight, bias, tile, norm=Norm(norm, eps))
     return linear(rms_norm(x, norm, eps), weight, bias)
 
 
-def normed_linear_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def normed_linear_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     """silu(y gateᵀ) * (y upᵀ) -> [T, N], of y, the normalised rows of x [T, K]; weight [2N, K] is gate above
     up."""
-    if x.is_cuda:
+    if x.is_cuda and isinstance(weight, Tensor):
         tile = best_tile(x, weight, swiglu=True, normed=True)
         if tile is not None:
             return skinny_triton(x, weight, None, tile, swiglu=True, norm=Norm(norm, eps))

@@ -9,6 +9,8 @@ after rounding to its type, so fused and separate agree bit for bit.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -89,11 +91,25 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return _launch(x, residual, weight, eps), residual
 
 
+def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[1],), weight, eps)
+    # F.rms_norm is a chain of eight operations; these five take half its time on a few rows.
+    norm = torch.linalg.vector_norm(x, 2, 1, True)
+    inverse = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[1]).rsqrt_()
+    return (x * inverse).mul_(weight)
+
+
+@lru_cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised rows of x [T, H], scaled by weight [H]; same type as x, contiguous."""
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps)
-    return F.rms_norm(x, (x.shape[1],), weight, eps)
+    return _rms_norm_cpu(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -101,7 +117,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps)
     residual.add_(x)
-    return F.rms_norm(residual, (residual.shape[1],), weight, eps), residual
+    return _rms_norm_cpu(residual, weight, eps), residual
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -152,7 +152,7 @@ class _Writes(NamedTuple):
 
 
 def _angles(cos_sin: Tensor, batch: AttentionBatch) -> _Angles:
-    key = f"rope/{cos_sin.data_ptr()}"
+    key = ("rope", cos_sin.data_ptr())
     angles: _Angles | None = batch.plans.get(key)
     if angles is None:
         cos, sin = cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=2)
@@ -161,7 +161,7 @@ def _angles(cos_sin: Tensor, batch: AttentionBatch) -> _Angles:
 
 
 def _writes(batch: AttentionBatch, cache: Tensor) -> _Writes:
-    key = f"writes/{cache.stride()}"
+    key = ("writes", cache.stride())
     writes: _Writes | None = batch.plans.get(key)
     if writes is None:
         real = batch.slots >= cache.shape[2]
@@ -173,15 +173,11 @@ def _writes(batch: AttentionBatch, cache: Tensor) -> _Writes:
 
 def _side_by_side(a: Tensor, b: Tensor) -> Tensor | None:
     """a [T, H1, D] and b [T, H2, D] as one view [T, H1 + H2, D] if they are neighbours in a fused matrix."""
+    tokens, heads, dim = a.shape
     strides = a.stride()
-    heads = a.shape[1]
-    if (
-        b.storage_offset() != a.storage_offset() + heads * strides[1]
-        or b.stride() != strides
-        or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-    ):
+    if b.data_ptr() != a.data_ptr() + heads * strides[1] * a.element_size() or b.stride() != strides:
         return None
-    return a.as_strided((a.shape[0], heads + b.shape[1], a.shape[2]), strides)
+    return a.as_strided((tokens, heads + b.shape[1], dim), strides)
 
 
 def _rotate_heads(x: Tensor, angles: _Angles) -> Tensor:

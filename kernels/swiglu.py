@@ -53,12 +53,12 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate_up[:, :I]) * gate_up[:, I:] for gate_up [T, 2I] of any strides -> [T, I], contiguous."""
+    """silu(gate_up[:, :I]) * gate_up[:, I:] for gate_up [T, 2I] of any strides -> [T, I], row- or column-major
+    as gate_up is."""
     if gate_up.is_cuda:
         return swiglu_triton(gate_up)
     gate, up = gate_up.chunk(2, dim=1)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    return torch.mul(F.silu(gate), up, out=out)
+    return F.silu(gate).mul_(up)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

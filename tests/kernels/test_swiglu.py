@@ -26,7 +26,6 @@ def test_cpu_matches_reference(tokens: int, inner: int, dtype: torch.dtype) -> N
     assert_close(swiglu(x), swiglu_reference(x))
     column_major = x.t().contiguous().t()
     y = swiglu(column_major)
-    assert y.is_contiguous()
     assert_close(y, swiglu_reference(x))
 
 

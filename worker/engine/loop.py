@@ -54,7 +54,9 @@ class Engine:
             seed=config.seed,
             progress=lambda done, total: on_progress(Progress("weights", done, total)),
         )
-        weight_bytes = sum(p.nbytes for p in {p.data_ptr(): p for p in model.parameters()}.values())
+        if config.device.type == "cpu":
+            model.pack()
+        weight_bytes = model.weight_bytes
         on_progress(Progress("kv_cache", 0, 1))
 
         def largest_step() -> None:

@@ -127,7 +127,9 @@ class EngineClient:
             # OpenMP threads that spin long at barriers make each other crawl as soon as the cores are shared,
             # by several workers say: seen 6 times slower. A tenth of a millisecond costs nothing on free
             # cores.
-            environment = {"GOMP_SPINCOUNT": "30000"} | os.environ
+            # Huge pages under what malloc gives out, weights above all: seen 8 % faster on a CPU.
+            tuned = {"GOMP_SPINCOUNT": "30000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+            environment = tuned | os.environ
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         return ours
 

@@ -15,8 +15,9 @@ from torch.nn.functional import embedding
 
 from kernels.attention import paged_attention
 from kernels.batch import AttentionBatch
-from kernels.linear import linear, linear_add, normed_linear, normed_linear_swiglu
+from kernels.linear import Weight, linear, linear_add, normed_linear, normed_linear_swiglu
 from kernels.norm import rms_norm
+from kernels.packed_matrix import PackedMatrix, pack
 from kernels.rope_cache import rope_and_cache
 from worker.model.config import ModelConfig
 from worker.model.rope import cos_sin_table
@@ -33,7 +34,7 @@ class Linear:
     __slots__ = ("bias", "weight")
 
     def __init__(self, parameters: Parameters, name: str) -> None:
-        self.weight = _parameter(parameters, f"{name}.weight")
+        self.weight: Weight = _parameter(parameters, f"{name}.weight")
         self.bias = parameters(f"{name}.bias")
 
 
@@ -104,9 +105,10 @@ class CausalLM:
         self.cos_sin = cos_sin_table(config.rope, max_model_len, device)
         named = self.named_parameters
         self._embedding = named["embedding.weight"]
-        self._lm_head = named.get("lm_head.weight", self._embedding)
+        self._lm_head: Weight = named.get("lm_head.weight", self._embedding)
         self._norm = named["final_norm.weight"]
         self._layers = [self._layer(i) for i in range(config.num_layers)]
+        self._packed: list[PackedMatrix] = []
 
     def _layer(self, i: int) -> tuple[Attention, Mlp]:
         config, named = self.config, self.named_parameters
@@ -117,13 +119,39 @@ class CausalLM:
         attention = Attention(parameters, config, config.num_heads, config.num_kv_heads)
         return attention, Mlp(parameters, config)
 
+    def pack(self) -> None:
+        """Lay the matrices out for products on a CPU, where that helps. For a model that is filled: they are
+        no longer among `named_parameters`, and take the memory that they took before (tied embeddings, which
+        stay rows to look up as well, twice)."""
+        for i, (attention, mlp) in enumerate(self._layers):
+            matrices = {
+                "qkv": attention.qkv,
+                "output": attention.output,
+                "gate_up": mlp.gate_up,
+                "down": mlp.down,
+            }
+            for name, matrix in matrices.items():
+                matrix.weight = self._pack(f"layers.{i}.{name}.weight")
+        tied = "lm_head.weight" not in self.named_parameters
+        self._lm_head = self._pack("embedding.weight" if tied else "lm_head.weight", keep=tied)
+
+    def _pack(self, name: str, keep: bool = False) -> Weight:
+        weight = self.named_parameters[name]
+        packed = pack(weight)
+        if packed is None:
+            return weight
+        self._packed.append(packed)
+        if not keep:
+            del self.named_parameters[name]
+        return packed
+
     def parameters(self) -> Iterator[Tensor]:
-        """Every parameter once; tied embeddings are one."""
+        """Every parameter once, but for packed ones; tied embeddings are one."""
         return iter(self.named_parameters.values())
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters())
+        return sum(weight.nbytes for weight in (*self.parameters(), *self._packed))
 
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]]

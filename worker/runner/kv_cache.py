@@ -18,8 +18,12 @@ class KvCache:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
-        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        layers, page = config.num_layers, (config.num_kv_heads, page_size, config.head_dim)
+        if device.type == "cpu":  # a page's layers side by side: a short text touches few stretches of memory
+            pages = torch.empty((num_pages, layers, 2, *page), dtype=dtype, device=device)
+            self.pool = pages.permute(1, 2, 0, 3, 4, 5)
+        else:
+            self.pool = torch.empty((layers, 2, num_pages, *page), dtype=dtype, device=device)
         self.pool[:, :, NULL_PAGE] = 0  # padding rows read it: keep their values finite
         self.num_pages = num_pages
         self.page_size = page_size
