@@ -71,7 +71,7 @@ class PackedMatrix:
     def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Rows as the pixels of an image one pixel high, its channels last."""
         image = x.view(1, 1, *x.shape).permute(0, 3, 1, 2)
-        y = torch.ops.mkldnn._convolution_pointwise(
+        y: Tensor = torch.ops.mkldnn._convolution_pointwise(
             image, self._convolved, bias, (0, 0), (1, 1), (1, 1), 1, "none", [], ""
         )
         return y.permute(0, 2, 3, 1).view(len(x), -1)
@@ -102,9 +102,10 @@ def pack(weight: Tensor) -> PackedMatrix | None:
 
 def _reorder(weight: Tensor, rows: int) -> Tensor:
     columns, inner = weight.shape
-    return torch.ops.mkldnn._reorder_convolution_weight(
+    convolved: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
         weight.view(columns, inner, 1, 1), (0, 0), (1, 1), (1, 1), 1, (1, inner, 1, rows)
     )
+    return convolved
 
 
 def _memory(convolved: Tensor) -> Tensor:

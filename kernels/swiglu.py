@@ -53,8 +53,8 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate_up[:, :I]) * gate_up[:, I:] for gate_up [T, 2I] of any strides -> [T, I], row- or column-major
-    as gate_up is."""
+    """silu(gate_up[:, :I]) * gate_up[:, I:] for gate_up [T, 2I] of any strides -> [T, I], row- or
+    column-major as gate_up is."""
     if gate_up.is_cuda:
         return swiglu_triton(gate_up)
     gate, up = gate_up.chunk(2, dim=1)
