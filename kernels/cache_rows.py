@@ -12,6 +12,14 @@ def as_rows(cache: Tensor) -> Tensor:
     The cache may be strided (one layer of a larger pool) as long as head vectors are contiguous and start at
     multiples of D elements.
     """
+    # Kept with the tensor: making a view takes as long as the smaller operations on it do.
+    rows: Tensor | None = getattr(cache, "_pagefleet_rows", None)
+    if rows is None:
+        rows = cache._pagefleet_rows = _make_rows(cache)  # type: ignore[attr-defined]
+    return rows
+
+
+def _make_rows(cache: Tensor) -> Tensor:
     pages, heads, page_size, dim = cache.shape
     page, head, slot, element = cache.stride()
     if element != 1 or page % dim or head % dim or slot % dim:

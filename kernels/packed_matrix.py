@@ -20,17 +20,22 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 SUM = 0  # embedding_bag's mode
-PANELS = (8, 16, 24, 32, 48, 64)
+MAX_WIDTH = 64  # of a panel
 # Rows of one convolution. oneDNN picks the panels' width by the number of rows too, and repacks the matrix in
 # each call when they differ, which takes a hundred times as long: only those that agree with HINT are used.
 HINT = 16
 ROWS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+WIDE = (
+    16384  # columns (a vocabulary) from which fewer of them are tried, which takes a tenth of a second each
+)
+MOST_WIDE_ROWS = 64
 
 
 class PackedMatrix:
@@ -86,18 +91,32 @@ def _bags(panels: int, inner: int) -> tuple[Tensor, Tensor]:
 def pack(weight: Tensor) -> PackedMatrix | None:
     """The weight [N, K] packed for the present number of threads; None where this isn't known to help: other
     types than float32, other devices, a torch or a CPU without these kernels."""
-    if (
-        weight.dtype != torch.float32
-        or weight.device.type != "cpu"
-        or not torch.backends.mkldnn.is_available()
-    ):
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] < 2:
         return None
-    if not hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
         return None
+    layout = _layout(*weight.shape, torch.get_num_threads())
     convolved = _reorder(weight, HINT)
-    panels = _panels(weight, convolved)
-    rows = _agreeing_rows(*weight.shape, torch.get_num_threads()) if panels is not None else ()
-    return PackedMatrix(weight, convolved, panels, rows) if panels is not None and rows else None
+    panels = _panels(weight, convolved, layout.width)
+    return PackedMatrix(weight, convolved, panels, layout.rows) if panels is not None else None
+
+
+class _Layout(NamedTuple):
+    width: int  # of a panel
+    rows: tuple[int, ...]  # those of ROWS that oneDNN wants this width for
+
+
+@lru_cache
+def _layout(columns: int, inner: int, threads: int) -> _Layout:
+    probe = torch.zeros(columns, inner)
+    probe[0, 1] = 1  # behind the first elements of a panel's columns: its place is the width
+    most = ROWS[-1] if columns < WIDE else MOST_WIDE_ROWS
+    widths = {rows: _place_of_one(_reorder(probe, rows)) for rows in ROWS if rows <= most}
+    return _Layout(widths[HINT], tuple(rows for rows in widths if widths[rows] == widths[HINT]))
+
+
+def _place_of_one(convolved: Tensor) -> int:
+    return int(_memory(convolved)[: MAX_WIDTH + 1].argmax())
 
 
 def _reorder(weight: Tensor, rows: int) -> Tensor:
@@ -115,30 +134,16 @@ def _memory(convolved: Tensor) -> Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.float32)
 
 
-def _panels(weight: Tensor, convolved: Tensor) -> Tensor | None:
-    """The packed weight as [N / P, K, P], if that is what it is."""
+def _panels(weight: Tensor, convolved: Tensor, width: int) -> Tensor | None:
+    """The packed weight as [N / P, K, P], if that is what it is: the first and the last panel tell."""
     columns, inner = weight.shape
     memory = _memory(convolved)
-    for width in PANELS:
-        count = -(-columns // width)
-        if memory.numel() != count * inner * width:
-            continue
-        panels = memory.view(count, inner, width)
-        if torch.equal(panels.transpose(1, 2).reshape(-1, inner)[:columns], weight):
-            return panels
-    return None
-
-
-@lru_cache
-def _agreeing_rows(columns: int, inner: int, threads: int) -> tuple[int, ...]:
-    """Those of ROWS for which oneDNN packs a weight of this shape as for HINT."""
-    weight = torch.arange(columns * inner, dtype=torch.float32).view(columns, inner)
-    expected = _memory(convolved := _reorder(weight, HINT))
-    agreeing = []
-    for rows in ROWS:
-        found = _memory(other := _reorder(weight, rows))
-        if torch.equal(found, expected):
-            agreeing.append(rows)
-        del other
-    del convolved
-    return tuple(agreeing)
+    count = -(-columns // width) if width else 0
+    if memory.numel() != count * inner * width:
+        return None
+    panels = memory.view(count, inner, width)
+    last = weight[(count - 1) * width :]
+    agrees = torch.equal(panels[0].t()[:columns], weight[:width]) and torch.equal(
+        panels[-1].t()[: len(last)], last
+    )
+    return panels if agrees else None

@@ -143,7 +143,7 @@ def rope_and_cache_triton(
 
 class _Angles(NamedTuple):
     cos: Tensor  # [T, 1, R]: both halves the same
-    sin: Tensor  # [T, 1, R]: first half negative, so that x' = x·cos + swap(x)·sin
+    sin: Tensor  # [T, 1, R/2]
 
 
 class _Writes(NamedTuple):
@@ -156,7 +156,7 @@ def _angles(cos_sin: Tensor, batch: AttentionBatch) -> _Angles:
     angles: _Angles | None = batch.plans.get(key)
     if angles is None:
         cos, sin = cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=2)
-        angles = batch.plans[key] = _Angles(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))
+        angles = batch.plans[key] = _Angles(torch.cat((cos, cos), 2), sin)
     return angles
 
 
@@ -187,7 +187,12 @@ def _rotate_heads(x: Tensor, angles: _Angles) -> Tensor:
         turned, rest = x.split_with_sizes((rot_dim, x.shape[2] - rot_dim), 2)
         return torch.cat((_rotate_heads(turned, angles), rest), 2)
     x32 = x.float()
-    return torch.roll(x32, rot_dim // 2, 2).mul_(angles.sin).addcmul_(x32, angles.cos).to(x.dtype)
+    x1, x2 = x32.chunk(2, 2)
+    y = x32 * angles.cos
+    y1, y2 = y.chunk(2, 2)
+    y1.addcmul_(x2, angles.sin, value=-1)
+    y2.addcmul_(x1, angles.sin)
+    return y.to(x.dtype)
 
 
 def _rope_and_cache_cpu(

@@ -18,7 +18,6 @@ from worker.engine.blocks import PagePool, page_hash, root_hash
 from worker.ipc.messages import FinishReason
 from worker.request import Request, Row, Step
 
-WORTH_WAITING = 256  # tokens of a prefix, for which a request waits until they are cached
 MOST_HELD_BACK = 64  # requests looked at behind one that waits for a prefix
 
 
@@ -27,6 +26,9 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked_prefill: bool = True
+    # Tokens of a prefix for which a request waits until they are cached: as many as take the device longer
+    # than a step takes anyway.
+    worth_waiting: int = 256
 
 
 class Scheduler:
@@ -202,7 +204,7 @@ class Scheduler:
         """Whether so many of the request's next pages are being computed for others already that it had
         better find them cached: of many equal prefixes that arrive together, one is computed."""
         shared = itertools.takewhile(computing.__contains__, request.hashes[cached:])
-        return sum(1 for _ in shared) * self.pool.page_size >= WORTH_WAITING
+        return sum(1 for _ in shared) * self.pool.page_size >= self.config.worth_waiting
 
     def _start(self, request: Request, cached: list[int], count: int, now: float) -> None:
         self.pool.hold(cached)

@@ -7,6 +7,7 @@ token, so neither the batch, nor preemption, nor the device changes what a seed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,18 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def uniform(seed: int, position: int) -> float:
     """The number for one (seed, position)."""
     return float(uniforms([seed], [position])[0])
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """The first of the largest in each row [R, V] -> [R]: by blocks, as amax is vectorised on a CPU and
+    argmax is not (16 rows of 49,152: 0.2 ms for 1.0)."""
+    rows, columns = logits.shape
+    width = math.gcd(columns, 1024)
+    if width < 32 or not logits.is_contiguous():
+        return logits.argmax(dim=-1)
+    blocks = logits.view(rows, -1, width)
+    block = blocks.amax(dim=2).argmax(dim=1)
+    return block * width + blocks[torch.arange(rows), block].argmax(dim=1)
 
 
 class Sampled:
@@ -222,7 +235,7 @@ class Sampler:
         random = [i for i, r in enumerate(requests) if not r.params.greedy]
         if len(random) == len(requests):
             return self._draw(logits, requests)
-        tokens = logits.argmax(dim=-1)
+        tokens = _argmax(logits)
         if random:
             tokens[random] = self._draw(logits[random], [requests[i] for i in random])
         return tokens
