@@ -37,9 +37,22 @@ SHAPES = {
     "head": (152064, 3584),
 }
 ROWS = (1, 8, 32, 64)
-DECODE = ((8, 512), (32, 512), (64, 512), (256, 512), (1, 4096), (32, 4096), (128, 4096), (1, 32768))
+DECODE = (
+    (1, 4096),
+    (8, 512),
+    (32, 512),
+    (64, 512),
+    (128, 512),
+    (256, 512),
+    (32, 4096),
+    (128, 4096),
+    (1, 32768),
+)
 PREFILL = ((1, 8192, 8192), (1, 32000, 7424), (8, 1024, 1024))  # sequences, context, its last so many queried
-DECODE_TILES = [DecodeTile(*t) for t in ((64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 2, 5), (32, 4, 4))]
+DECODE_TILES = [
+    DecodeTile(*t)
+    for t in ((64, 4, 2, 128), (64, 4, 2, 168), (64, 4, 2), (64, 4, 3), (64, 4, 5), (32, 4, 5), (32, 4, 7))
+]
 DENSE_TILES = [
     DenseTile(*t)
     for t in ((64, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3))
@@ -54,6 +67,7 @@ def graph_us(run: Run, calls: int) -> float:
     """Microseconds a call in a graph of so many calls; median of several replays."""
     stream = torch.cuda.Stream()
     times = []
+    torch.cuda.synchronize()  # the inputs were made on another stream
     with torch.cuda.stream(stream):
         run(0)
         stream.synchronize()
@@ -136,11 +150,11 @@ def decode_runs(sequences: int, context: int, sets: int) -> dict[str, Run]:
     q, caches, batch = paged(sequences, context, 1, sets)
     out = torch.empty_like(q)
 
-    def run(tile: DecodeTile, splits: int | None, i: int) -> None:
+    def run(tile: DecodeTile, splits: tuple[int, int] | None, i: int) -> None:
         k, v = caches[i % sets]
-        decode_attention_triton(q, k, v, batch, 0.088, 0, out, splits, tile)
+        decode_attention_triton(q, k, v, batch, 0.088, 0, out, splits=splits, tile=tile)
 
-    candidates = itertools.product(DECODE_TILES, (None, 1, 2, 4, 32))
+    candidates = itertools.product(DECODE_TILES, (None, (1, 1), (2, 2), (4, 4), (32, 32)))
     return {f"{tuple(tile)} splits {splits}": partial(run, tile, splits) for tile, splits in candidates}
 
 

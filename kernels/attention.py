@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention_cpu import paged_attention_cpu
-from kernels.attention_decode import decode_attention_triton
+from kernels.attention_decode import Rope, decode_attention_triton
 from kernels.attention_dense import dense_attention_triton, dense_is_faster
 from kernels.attention_prefill import prefill_attention_triton
 from kernels.batch import AttentionBatch
+from kernels.rope_cache import rope_and_cache
 
 
 def paged_attention_triton(
@@ -48,6 +49,42 @@ def paged_attention(
     if q.is_cuda:
         return paged_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window)
     return paged_attention_cpu(q, k_cache, v_cache, batch, scale, sliding_window)
+
+
+def rope_and_decode_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+) -> Tensor:
+    """`rope_and_attention` of a step in which every row decodes, in the attention kernel itself."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out, Rope(k, v, cos_sin))
+    return out
+
+
+def rope_and_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+) -> Tensor:
+    """`rope_and_cache`, then `paged_attention` of the rotated queries; arguments as theirs."""
+    if q.is_cuda and batch.num_decodes == len(q):
+        return rope_and_decode_triton(q, k, v, cos_sin, batch, k_cache, v_cache, scale, sliding_window)
+    q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
+    return paged_attention(q, k_cache, v_cache, batch, scale, sliding_window)
 
 
 def paged_attention_reference(

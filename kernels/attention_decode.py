@@ -4,9 +4,13 @@
 
 Flash-decoding: every (sequence, KV head, split) program walks its share of the context with a running maximum
 and sum (Milakov & Gimelshein 2018, arXiv:1805.02867), all query heads of the KV head at once as the rows of
-one `tl.dot`; a second kernel joins the splits by their log-sum-exp. The number of splits is part of the
-grid, but which tokens a split owns is derived on the device from seq_lens, so one captured graph serves
-every length.
+one `tl.dot`. There are as many splits as fill the device, and more for long contexts among short ones, which
+would finish last. They are joined by their log-sum-exp: by the last of them to arrive or, where few sequences
+have many splits each, by a second kernel. How many there can be is part of the grid, but what each of them
+owns is derived on the device from seq_lens, so one captured graph serves every length.
+
+With `rope`, the step's own token comes along: its query is rotated on the way in, and the split that owns its
+place writes its key and value into the cache.
 
 A score is kept in log2 units (scale · log2 e is folded in), so that exponentials are exp2.
 """
@@ -30,71 +34,15 @@ from kernels.pdl import begin, prefetch
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 64
-EARLY_SEQS = 8
-PROGRAMS_PER_SM = 3  # what registers (about 160 a thread on sm_90) leave room for: one full wave
-
-
-@triton.jit
-def _decode_range(
-    b_acc,
-    b_max,
-    b_sum,
-    b_q,
-    p_k_head,
-    p_v_head,
-    p_table,
-    m_d,
-    lo,
-    hi,
-    first,
-    scale_log2,
-    stride_kn,
-    stride_kp,
-    stride_vn,
-    stride_vp,
-    PAGE_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Keys lo..hi. Unmasked: whole blocks, all visible and in pages that the sequence owns."""
-    for i_n in range(lo, hi, BLOCK_N):
-        o_n = i_n + tl.arange(0, BLOCK_N)
-        b_slot = o_n % PAGE_SIZE
-        if MASKED:
-            m_n = (o_n >= first) & (o_n < hi)
-            b_page = tl.load(p_table + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
-            m_n = m_n & (b_page > 0)
-            m_nd = m_n[:, None] & m_d[None, :]
-            b_k = tl.load(p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None], mask=m_nd, other=0.0)
-            b_v = tl.load(p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None], mask=m_nd, other=0.0)
-        else:
-            b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
-            p_keys = p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None]
-            p_values = p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None]
-            if EVEN_D:
-                b_k, b_v = tl.load(p_keys), tl.load(p_values)
-            else:
-                b_k = tl.load(p_keys, mask=m_d[None, :], other=0.0)
-                b_v = tl.load(p_values, mask=m_d[None, :], other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-        if MASKED:
-            b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_safe[:, None])
-        b_shrink = tl.exp2(b_max - b_safe)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
-        b_max = b_new
-    return b_acc, b_max, b_sum
+FEW_SEQS = 8
+PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
+LONG_SPLITS = 4  # of a long context, where the device is full anyway ...
+LONG_BLOCKS = tl.constexpr(8)  # ... with about so many blocks each
 
 
 @triton.jit
 def _prefetch_block(
-    p_k_head, p_v_head, p_table, lo, hi, stride_kn, stride_kp, stride_vn, stride_vp,
+    p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The first block of a program's keys and values."""
@@ -103,118 +51,177 @@ def _prefetch_block(
     o_n = tl.minimum(lo + tl.arange(0, BLOCK_N), hi - 1)
     o_d = tl.arange(0, triton.next_power_of_2(LINES)) * LINE
     b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
-    b_slot = o_n % PAGE_SIZE
-    prefetch(p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None] + o_d[None, :])
-    prefetch(p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None] + o_d[None, :])
+    b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_d[None, :]
+    prefetch(p_k_head + b_at)
+    prefetch(p_v_head + b_at)
 
 
-@triton.jit(do_not_specialize=["stride_table", "splits"])
-def _decode_split_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_block_tables,
-    p_seq_lens,
-    scale_log2,
-    stride_qt,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_kp,
-    stride_vn,
-    stride_vh,
-    stride_vp,
-    stride_ot,
-    stride_oh,
-    stride_os,
-    stride_table,
-    splits,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+@triton.jit
+def _rotated(p_x, mask, o_d, b_cos, b_sin, HALF: tl.constexpr):
+    """Rotary embedding of head vectors at p_x, rounded to their type: see rope_cache."""
+    o_pair = tl.where(o_d < HALF, o_d + HALF, o_d - HALF)
+    b_x = tl.load(p_x + o_d, mask=mask, other=0.0)
+    b_pair = tl.load(p_x + o_pair, mask=mask & (o_d < 2 * HALF), other=0.0)
+    return (b_x.to(tl.float32) * b_cos + b_pair.to(tl.float32) * b_sin).to(b_x.dtype)
+
+
+@triton.jit
+def _join(
+    p_part, p_lse, parts, heads, o_m, o_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    AT_ONCE: tl.constexpr = 4,
+):  # fmt: skip
+    """Attention over all of a context from that over each of its parts."""
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in range(0, parts, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            i_p = (i + j) * heads
+            m_m = o_m < tl.where(i + j < parts, GROUP, 0)
+            m_md = m_m[:, None] & (o_d < HEAD_DIM)[None, :]
+            b_lse = tl.load(p_lse + i_p + o_m, mask=m_m, other=float("-inf"), cache_modifier=".cg")
+            p_x = p_part + i_p * HEAD_DIM + o_m[:, None] * HEAD_DIM + o_d[None, :]
+            b_x = tl.load(p_x, mask=m_md, other=0.0, cache_modifier=".cg")
+            b_new = tl.maximum(b_max, b_lse)
+            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_shrink, b_weight = tl.exp2(b_max - b_safe), tl.exp2(b_lse - b_safe)
+            b_sum = b_sum * b_shrink + b_weight
+            b_acc = b_acc * b_shrink[:, None] + b_x * b_weight[:, None]
+            b_max = b_new
+    return b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["stride_table", "splits", "fewest"])
+def _decode_kernel(
+    p_q, p_new_k, p_new_v, p_cos_sin, p_k, p_v, p_out, p_part, p_lse, p_arrived, p_block_tables, p_seq_lens,
+    scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh, stride_cs,
+    stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits, fewest,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, ROPE: tl.constexpr, PARTIAL: tl.constexpr, JOIN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     i_h = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
     i_s = tl.program_id(2)
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    o_head = i_h * GROUP + o_m
-    m_m = o_m < GROUP
-    m_d = o_d < HEAD_DIM
-
     seq_len = tl.load(p_seq_lens + i_b)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - WINDOW, 0)
     first_block = first // BLOCK_N
     blocks = (seq_len + BLOCK_N - 1) // BLOCK_N - first_block
-    blocks_per_split = (blocks + splits - 1) // splits
+    parts = tl.minimum(tl.maximum((blocks + LONG_BLOCKS // 2) // LONG_BLOCKS, fewest), splits)
+    blocks_per_split = tl.maximum((blocks + parts - 1) // parts, 1)
+    parts = (blocks + blocks_per_split - 1) // blocks_per_split
     lo = (first_block + i_s * blocks_per_split) * BLOCK_N
     hi = tl.minimum(lo + blocks_per_split * BLOCK_N, seq_len)
+    p_table = p_block_tables + i_b * stride_table
+    p_k_head = p_k + i_h.to(tl.int64) * stride_h
+    p_v_head = p_v + i_h.to(tl.int64) * stride_h
     if PDL:  # lengths and tables are older than the step's first kernel, as are all keys but the last
         gdc_launch_dependents()
         if lo < hi:
             _prefetch_block(
-                p_k + i_h.to(tl.int64) * stride_kh, p_v + i_h.to(tl.int64) * stride_vh,
-                p_block_tables + i_b * stride_table, lo, hi, stride_kn, stride_kp, stride_vn, stride_vp,
-                HEAD_DIM, PAGE_SIZE, BLOCK_N,
-            )  # fmt: skip
+                p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p, HEAD_DIM, PAGE_SIZE, BLOCK_N
+            )
         gdc_wait()
+    if JOIN and (i_s > 0) & (lo >= hi):
+        return
 
-    b_q = tl.load(
-        p_q + i_b * stride_qt + o_head[:, None] * stride_qh + o_d[None, :],
-        mask=m_m[:, None] & m_d[None, :],
-        other=0.0,
-    )
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.full([BLOCK_M], 0.0, tl.float32)
-    b_acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    p_table = p_block_tables + i_b * stride_table
-    p_k_head = p_k + i_h.to(tl.int64) * stride_kh + o_d[None, :]
-    p_v_head = p_v + i_h.to(tl.int64) * stride_vh + o_d[None, :]
-    EVEN_D: tl.constexpr = HEAD_DIM == BLOCK_D
-    full_lo = lo
-    if WINDOW > 0:
-        full_lo = tl.minimum(tl.maximum(lo, (first + BLOCK_N - 1) // BLOCK_N * BLOCK_N), tl.maximum(hi, lo))
-        b_acc, b_max, b_sum = _decode_range(
-            b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, m_d, lo, full_lo, first, scale_log2,
-            stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, PRECISION, BLOCK_N, EVEN_D, True,
-        )  # fmt: skip
-    full_hi = tl.maximum(full_lo, hi // BLOCK_N * BLOCK_N)
-    b_acc, b_max, b_sum = _decode_range(
-        b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, m_d, full_lo, full_hi, first, scale_log2,
-        stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, PRECISION, BLOCK_N, EVEN_D, False,
-    )  # fmt: skip
-    b_acc, b_max, b_sum = _decode_range(
-        b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, m_d, full_hi, hi, first, scale_log2,
-        stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, PRECISION, BLOCK_N, EVEN_D, True,
-    )  # fmt: skip
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    m_m = o_m < GROUP
+    m_md = m_m[:, None] & m_d[None, :]
+    last = tl.maximum(seq_len - 1, 0)
+    page = tl.load(p_table + last // PAGE_SIZE).to(tl.int64)
+    p_query = p_q + i_b * stride_qt + (i_h * GROUP + o_m)[:, None] * stride_qh
+    end = hi
+    if ROPE:
+        mine = (lo < hi) & (hi == seq_len)
+        m_mine = o_d < tl.where(mine, HEAD_DIM, 0)
+        p_angle = p_cos_sin + last.to(tl.int64) * stride_cs + tl.where(o_d < HALF, o_d, o_d - HALF)
+        b_cos = tl.load(p_angle, mask=o_d < 2 * HALF, other=1.0)
+        b_sin = tl.load(p_angle + HALF, mask=o_d < 2 * HALF, other=0.0)
+        b_sin = tl.where(o_d < HALF, -b_sin, b_sin)
+        b_q = _rotated(p_query, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], HALF)
+        b_key = _rotated(p_new_k + i_b * stride_nkt + i_h * stride_nkh, m_mine, o_d, b_cos, b_sin, HALF)
+        p_value = p_new_v + i_b * stride_nvt + i_h * stride_nvh + o_d
+        b_value = tl.load(p_value, mask=m_mine, other=0.0)
+        m_write = o_d < tl.where(mine & (page > 0), HEAD_DIM, 0)
+        o_new = page * stride_n + last % PAGE_SIZE * stride_p + o_d
+        tl.store(p_k_head + o_new, b_key.to(p_k.dtype.element_ty), mask=m_write)
+        tl.store(p_v_head + o_new, b_value.to(p_v.dtype.element_ty), mask=m_write)
+        # The new key is the first one seen, so that nobody has to wait for it to be in memory.
+        b_own = tl.sum(b_q.to(tl.float32) * b_key.to(tl.float32)[None, :], axis=1) * scale_log2
+        b_max = tl.where(mine, b_own, float("-inf"))
+        b_sum = tl.zeros([BLOCK_M], tl.float32) + mine.to(tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + b_value.to(tl.float32)[None, :]
+        end = tl.minimum(hi, last)
+    else:
+        b_q = tl.load(p_query + o_d[None, :], mask=m_md, other=0.0)
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    if (page == 0) | (first >= end):
+        end = lo
+    last_page = (end - 1) // PAGE_SIZE
+    for i_n in range(lo, end, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        m_n = o_n < end
+        if WINDOW > 0:
+            m_n = m_n & (o_n >= first)
+        # Places that aren't the sequence's may hold anything: scores of such keys are masked, values are not
+        # read.
+        b_page = tl.load(p_table + tl.minimum(o_n // PAGE_SIZE, last_page)).to(tl.int64)
+        b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_d[None, :]
+        if HEAD_DIM == BLOCK_D:
+            b_k = tl.load(p_k_head + b_at)
+            b_v = tl.load(p_v_head + b_at, mask=m_n[:, None], other=0.0)
+        else:
+            b_k = tl.load(p_k_head + b_at, mask=m_d[None, :], other=0.0)
+            b_v = tl.load(p_v_head + b_at, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+        b_p = tl.exp2(b_s - b_new[:, None])
+        b_shrink = tl.exp2(b_max - b_new)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+        b_acc = b_acc * b_shrink[:, None]
+        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+        b_max = b_new
 
     b_out = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
-    p_o = p_out + i_b * stride_ot + o_head[:, None] * stride_oh + i_s * stride_os + o_d[None, :]
-    m_o = m_m[:, None] & m_d[None, :]
+    p_o = p_out + i_b * stride_ot + (i_h * GROUP + o_m)[:, None] * stride_oh + o_d[None, :]
     if PARTIAL:
-        if lo < hi:
-            tl.store(p_o, b_out, mask=m_o)
+        heads = tl.num_programs(0) * GROUP  # parts lie in memory by sequence, split and head
+        i_part = i_b * splits * heads + i_h * GROUP
+        p_part += i_part * HEAD_DIM
+        p_lse += i_part
         b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), float("-inf"))
-        heads = tl.num_programs(0) * GROUP
-        tl.store(p_lse + (i_b * heads + o_head) * splits + i_s, b_lse, mask=m_m)
+        if JOIN and parts <= 1:
+            tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
+        else:
+            if lo < hi:
+                p_x = p_part + i_s * heads * HEAD_DIM + o_m[:, None] * HEAD_DIM + o_d[None, :]
+                tl.store(p_x, b_out, mask=m_md)
+            tl.store(p_lse + i_s * heads + o_m, b_lse, mask=m_m)
+            if JOIN:
+                tl.debug_barrier()  # all of the part is stored before this program counts as arrived
+                p_count = p_arrived + i_b * tl.num_programs(0) + i_h
+                if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                    tl.store(p_count, 0)
+                    b_out = _join(p_part, p_lse, parts, heads, o_m, o_d, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+                    tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
     else:
-        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_o)
+        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _decode_combine_kernel(
-    p_partial,
+    p_part,
     p_lse,
     p_out,
     stride_ot,
@@ -232,13 +239,13 @@ def _decode_combine_kernel(
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
-    i_row = (i_b * HEADS + i_h) * splits
-    b_lse = tl.load(p_lse + i_row + o_s, mask=o_s < splits, other=float("-inf"))
+    b_row = (i_b * splits + o_s) * HEADS + i_h
+    b_lse = tl.load(p_lse + b_row, mask=o_s < splits, other=float("-inf"))
     m_s = b_lse > float("-inf")
     b_max = tl.max(b_lse, axis=0)
     b_weight = tl.where(m_s, tl.exp2(b_lse - tl.where(b_max == float("-inf"), 0.0, b_max)), 0.0)
     b_x = tl.load(
-        p_partial + (i_row + o_s)[:, None] * HEAD_DIM + o_d[None, :],
+        p_part + b_row[:, None] * HEAD_DIM + o_d[None, :],
         mask=m_s[:, None] & m_d[None, :],
         other=0.0,
     )
@@ -251,6 +258,15 @@ class Tile(NamedTuple):
     block_n: int
     warps: int
     stages: int
+    registers: int | None = None  # a thread, at most
+
+
+class Rope(NamedTuple):
+    """What `rope_cache.rope_and_cache` takes besides q, for its work to be done on the way."""
+
+    k: Tensor
+    v: Tensor
+    cos_sin: Tensor
 
 
 @functools.cache
@@ -260,10 +276,20 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, context: int, block_n: int, multiprocessors: int) -> int:
-    """How many programs share a context of up to `context` tokens; nothing is read from the device."""
+@functools.cache
+def _arrivals(device: torch.device, count: int) -> Tensor:
+    """Zeroed counters, which every launch leaves at zero; one stream at a time."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def num_splits(
+    num_seqs: int, num_kv_heads: int, context: int, block_n: int, multiprocessors: int
+) -> tuple[int, int]:
+    """How many programs, at least and at most, share a context of up to `context` tokens; nothing is read
+    from the device."""
     spare = PROGRAMS_PER_SM * multiprocessors // (num_seqs * num_kv_heads)
-    return max(1, min(spare, MAX_SPLITS, context // block_n))
+    fewest = max(1, min(spare, MAX_SPLITS, context // block_n))
+    return fewest, max(fewest, min(LONG_SPLITS, context // (block_n * LONG_BLOCKS.value)))
 
 
 def decode_attention_triton(
@@ -274,7 +300,9 @@ def decode_attention_triton(
     scale: float,
     sliding_window: int,
     out: Tensor,
-    splits: int | None = None,
+    rope: Rope | None = None,
+    *,
+    splits: tuple[int, int] | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Attention of the batch's first num_decodes rows: q [T, Hq, D] -> the same rows of out [T, Hq, D].
@@ -282,73 +310,51 @@ def decode_attention_triton(
     Args:
         q: last dimension contiguous.
         k_cache: [N, Hkv, P, D], last dimension contiguous.
-        v_cache: like k_cache.
+        v_cache: like k_cache, of the same strides.
         batch: rows of length 0 (padding of a graph) give zeros.
         scale: factor of the scores, before the softmax.
         sliding_window: tokens visible to a query, itself included; 0: all.
         out: contiguous.
-        splits: programs a context; default: from the batch's shape and the device.
+        rope: q isn't rotated yet, and the rows' keys and values [T, Hkv, D], last dimension contiguous,
+            aren't in the cache yet.
+        splits: programs a context, at least and at most; default: from the batch's shape and the device.
         tile: how a program walks it; default: by type and head size.
     """
-    num_seqs = batch.num_decodes
+    num_seqs, device = batch.num_decodes, q.device
     _, q_heads, dim = q.shape
     kv_heads, page_size = k_cache.shape[1:3]
     exact = q.dtype == torch.float32
     if tile is None:
-        tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 2)
-    block_n = tile.block_n
+        tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 2, 128)
+    block_n, block_d = tile.block_n, triton.next_power_of_2(dim)
     context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
     if splits is None:
-        splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(q.device))
-    block_d = triton.next_power_of_2(dim)
+        splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(device))
+    fewest, most = splits
+    few = num_seqs < FEW_SEQS
     # Programs that start while others still hold some multiprocessors spread unevenly. That costs more than
     # an early start gains, unless there are few.
-    early = pdl.launch(q.device) if num_seqs < EARLY_SEQS else {"PDL": False}
-    if splits == 1:
-        partial, lse, strides = out, out, (out.stride(0), out.stride(1), 0)
-    else:
-        partial = torch.empty((num_seqs, q_heads, splits, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_seqs, q_heads, splits), dtype=torch.float32, device=q.device)
-        strides = (partial.stride(0), partial.stride(1), partial.stride(2))
-    _decode_split_kernel[(kv_heads, num_seqs, splits)](
-        q,
-        k_cache,
-        v_cache,
-        partial,
-        lse,
-        batch.block_tables,
-        batch.seq_lens,
+    early = pdl.launch(device) if few else {"PDL": False}
+    parts = lse = out
+    if most > 1:
+        parts = torch.empty((num_seqs, most, q_heads, dim), dtype=torch.float32, device=device)
+        lse = torch.empty((num_seqs, most, q_heads), dtype=torch.float32, device=device)
+    new_k, new_v, cos_sin = rope or (q, q, q[0])
+    _decode_kernel[(kv_heads, num_seqs, most)](
+        q, new_k, new_v, cos_sin, k_cache, v_cache, out, parts, lse,
+        _arrivals(device, triton.next_power_of_2(num_seqs * kv_heads)), batch.block_tables, batch.seq_lens,
         scale * LOG2_E,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *strides,
-        batch.block_tables.stride(0),
-        splits,
-        GROUP=q_heads // kv_heads,
-        HEAD_DIM=dim,
-        PAGE_SIZE=page_size,
-        WINDOW=sliding_window,
-        PARTIAL=splits > 1,
-        PRECISION="ieee" if exact else "tf32",
-        BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **early,
-    )
-    if splits > 1:
+        *q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], cos_sin.stride(0),
+        *k_cache.stride()[:3], *out.stride()[:2], batch.block_tables.stride(0), most, fewest,
+        GROUP=q_heads // kv_heads, HEAD_DIM=dim, HALF=cos_sin.shape[1] // 2, PAGE_SIZE=page_size,
+        WINDOW=sliding_window, ROPE=rope is not None, PARTIAL=most > 1, JOIN=most > 1 and not few,
+        PRECISION="ieee" if exact else "tf32", BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
+        BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers, **early,
+    )  # fmt: skip
+    if most > 1 and few:
         _decode_combine_kernel[(num_seqs, q_heads)](
-            partial,
-            lse,
-            out,
-            *out.stride()[:2],
-            splits,
-            HEADS=q_heads,
-            HEAD_DIM=dim,
-            BLOCK_S=max(16, triton.next_power_of_2(splits)),
-            BLOCK_D=block_d,
-            num_warps=4,
-            **pdl.launch(q.device),
-        )
+            parts, lse, out, *out.stride()[:2], most,
+            HEADS=q_heads, HEAD_DIM=dim, BLOCK_S=max(16, triton.next_power_of_2(most)), BLOCK_D=block_d,
+            num_warps=4, **pdl.launch(device),
+        )  # fmt: skip

@@ -190,9 +190,9 @@ class Tile(NamedTuple):
 #
 #   rows                 1           8          32          64
 #   37888x3584       64.6/81.1   66.3/72.4   68.5/80.0   70.9/79.3
-#   3584x18944       34.6/39.8   37.1/39.2
+#   3584x18944       34.6/39.8   37.1/39.2   38.4/40.6   40.6/42.3
 #   4608x3584         9.8/11.5
-#   3584x3584         8.5/11.5    9.6/11.6   11.3/12.0
+#   3584x3584         8.5/11.5    9.6/11.6   10.2/11.8
 #   152064x3584       242/296     245/288     254/292     264/300
 _ROW = Tile(8, 512, stages=3, lines=8, gemv=True)
 _WIDE = 16384  # output columns from which no split is needed to keep every multiprocessor busy
@@ -216,8 +216,8 @@ def best_tile(x: Tensor, weight: Tensor, *, swiglu: bool = False, normed: bool =
         if rows > 32 and inner % 8 == 0:
             return Tile(128, 64, stages=5, warps=8, transposed=True, tma=True)
         return Tile(64, 128, transposed=True)
-    if (rows <= 16 and inner >= 2 * columns) or (rows <= 32 and columns == inner):
-        return Tile(64, 128, splits=4, transposed=True)
+    if inner >= 2 * columns or (rows <= 32 and columns == inner):
+        return Tile(64, 128, splits=2, stages=6, transposed=True, tma=inner % 8 == 0)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention import paged_attention, paged_attention_reference
+from kernels.attention import paged_attention, paged_attention_reference, rope_and_attention
 from kernels.attention_decode import decode_attention_triton
 from kernels.copy_pages import copy_pages, copy_pages_reference
 from kernels.linear import linear, linear_reference
@@ -146,12 +146,34 @@ def test_one_graph_serves_every_length() -> None:
         assert_close(out, paged_attention_reference(q, case.k_cache, case.v_cache, batch, 0.1))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7, 64])
-def test_number_of_splits_does_not_matter(splits: int) -> None:
-    case = case_of("qwen2-7b", [3000, 3, 64, 0], [1] * 4, torch.bfloat16)
+@pytest.mark.parametrize("splits", [(1, 1), (2, 2), (1, 4), (7, 7), (64, 64)], ids=str)
+@pytest.mark.parametrize("sequences", [4, 40])
+def test_number_of_splits_does_not_matter(sequences: int, splits: tuple[int, int]) -> None:
+    case = case_of("qwen2-7b", [3000, 3, 64, 0] * (sequences // 4), [1] * sequences, torch.bfloat16)
     out = torch.full_like(case.q, float("nan"))
-    decode_attention_triton(case.q, case.k_cache, case.v_cache, case.batch, 0.1, 0, out, splits)
-    assert_close(out, paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, 0.1))
+    for _ in range(2):  # the second time with the counters as the first left them
+        decode_attention_triton(case.q, case.k_cache, case.v_cache, case.batch, 0.1, 0, out, splits=splits)
+        assert_close(out, paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, 0.1))
+
+
+@every_dtype
+@every_model
+@pytest.mark.parametrize("sequences", [1, 7, 8, 100])
+def test_rope_and_decode(model: str, sequences: int, dtype: torch.dtype) -> None:
+    """One kernel for rotary embedding, the write into the cache and attention."""
+    q_heads, kv_heads, dim = HEADS[model]
+    lengths = [(i * 97) % 700 + 1 for i in range(sequences - 1)] + [2049]
+    case = case_of(model, lengths, [1] * sequences, dtype)
+    q, k, v = fused_qkv(sequences, q_heads, kv_heads, dim, dtype, DEVICE)
+    table = cos_sin(2049, 32 if model == "phi-2" else dim, DEVICE)
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    rotated = rope_and_cache_reference(q.clone(), k, v, table, case.batch, k_cache, v_cache)
+    expected = paged_attention_reference(rotated, k_cache, v_cache, case.batch, dim**-0.5)
+    args = (q, k, v, table, case.batch, case.k_cache, case.v_cache, dim**-0.5)
+    assert_close(rope_and_attention(*args), expected)
+    atol, rtol = TOLERANCES[dtype]
+    torch.testing.assert_close(case.k_cache, k_cache, atol=atol, rtol=rtol, equal_nan=True)
+    torch.testing.assert_close(case.v_cache, v_cache, atol=0, rtol=0, equal_nan=True)
 
 
 @every_dtype

@@ -13,8 +13,9 @@ from kernels.attention import paged_attention, paged_attention_reference
 from kernels.attention_cpu import GROUP_COST, GROUP_TOKENS, group_by_length
 from kernels.attention_decode import num_splits
 from kernels.batch import AttentionBatch
+from kernels.rope_cache import rope_and_cache_reference
 
-from .cases import Paged, assert_close, paged_case
+from .cases import Paged, assert_close, cos_sin, fused_qkv, paged_case
 
 Attention = Callable[..., Tensor]
 SCALE = 0.125
@@ -137,26 +138,57 @@ def test_page_offsets_are_64_bit(attention: Attention) -> None:
     assert_close(attention(case.q, pool, pool, case.batch, SCALE), expected)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [(1, 1), (2, 2), (5, 5), (1, 4), (9, 9)], ids=str)
 @pytest.mark.parametrize("window", [0, 33])
-def test_number_of_splits_does_not_matter(interpreted: SimpleNamespace, splits: int, window: int) -> None:
-    """Also more splits than blocks: those find nothing to do."""
-    case = paged_case([70, 3, 0], [1] * 3, q_heads=3, kv_heads=1, head_dim=64, page_size=16)
-    out = torch.full_like(case.q, float("nan"))
-    interpreted.attention_decode.decode_attention_triton(
-        case.q, case.k_cache, case.v_cache, case.batch, SCALE, window, out, splits
-    )
-    assert_close(
-        out, paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, SCALE, window)
-    )
+@pytest.mark.parametrize("lengths", [[70, 3, 0], [70, 0, 3, 65, 1, 290, 64, 0, 560]], ids=["few", "many"])
+def test_number_of_splits_does_not_matter(
+    interpreted: SimpleNamespace, lengths: list[int], splits: tuple[int, int], window: int
+) -> None:
+    """Joined by the second kernel (few) or by the last to arrive; also more splits than blocks: those find
+    nothing to do."""
+    case = paged_case(lengths, [1] * len(lengths), q_heads=3, kv_heads=1, head_dim=64, page_size=16)
+    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, SCALE, window)
+    for _ in range(2):  # the second time with the counters as the first left them
+        out = torch.full_like(case.q, float("nan"))
+        interpreted.attention_decode.decode_attention_triton(
+            case.q, case.k_cache, case.v_cache, case.batch, SCALE, window, out, splits=splits
+        )
+        assert_close(out, expected)
 
 
 def test_splits_fill_the_device_once() -> None:
-    assert num_splits(256, 4, 32768, 64, 132) == 1
-    assert num_splits(1, 4, 32768, 64, 132) == 64
-    assert num_splits(32, 4, 32768, 64, 132) == 3
-    assert num_splits(1, 4, 130, 64, 132) == 2
-    assert num_splits(1, 4, 10, 64, 132) == 1
+    assert num_splits(1, 4, 32768, 64, 132) == (64, 64)
+    assert num_splits(32, 4, 32768, 64, 132) == (4, 4)
+    assert num_splits(1, 4, 130, 64, 132) == (2, 2)
+    assert num_splits(1, 4, 10, 64, 132) == (1, 1)
+
+
+def test_long_contexts_are_split_also_where_the_device_is_full() -> None:
+    assert num_splits(256, 4, 32768, 64, 132) == (1, 4)
+    assert num_splits(256, 4, 1100, 64, 132) == (1, 2)
+    assert num_splits(256, 4, 600, 64, 132) == (1, 1)
+
+
+@pytest.mark.parametrize("rot_dim", [64, 16])
+@pytest.mark.parametrize("lengths", [[33, 1, 0, 40], [70, 0, 3, 65, 1, 130, 64, 32, 9]], ids=["few", "many"])
+def test_rope_and_cache_on_the_way(interpreted: SimpleNamespace, lengths: list[int], rot_dim: int) -> None:
+    """The same as one after the other; nothing is written for padding: of length 0, or on the null page."""
+    count = len(lengths)
+    case = paged_case(lengths, [1] * count, q_heads=6, kv_heads=2, head_dim=64, page_size=16)
+    case.batch.block_tables[1], case.batch.slots[1] = 0, 0
+    q, k, v = fused_qkv(count, 6, 2, 64, torch.float32)
+    table = cos_sin(256, rot_dim)
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    rotated = rope_and_cache_reference(q.clone(), k, v, table, case.batch, k_cache, v_cache)
+    expected = paged_attention_reference(rotated, k_cache, v_cache, case.batch, SCALE)
+    out = interpreted.attention.rope_and_decode_triton(
+        q, k, v, table, case.batch, case.k_cache, case.v_cache, SCALE
+    )
+    real = [i for i in range(count) if i != 1]
+    assert_close(out[real], expected[real])
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(case.k_cache, k_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
+    torch.testing.assert_close(case.v_cache, v_cache, atol=0, rtol=0, equal_nan=True)
 
 
 @settings(max_examples=25, deadline=None)

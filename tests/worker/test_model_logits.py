@@ -173,6 +173,18 @@ def test_sequences_in_one_batch_dont_meet(pair: Pair) -> None:
     assert_close(found["b"], pair.their_logits(reverse)[5:])
 
 
+@torch.inference_mode()
+def test_states_of_some_tokens_only(pair: Pair) -> None:
+    """They are the same, and so is what the cache holds for later steps."""
+    run, other = PagedRun(pair.ours), PagedRun(pair.ours)
+    tokens, rows = torch.tensor(pair.tokens[:20]), torch.tensor([19, 4])
+    every = pair.ours.forward(tokens, run.batch(["s"], [20]), run.caches)
+    some = pair.ours.forward(tokens, other.batch(["s"], [20]), other.caches, rows)
+    torch.testing.assert_close(some, every[rows], atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(run.caches[-1], other.caches[-1], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+
+
 def test_greedy_tokens(pair: Pair) -> None:
     original = getattr(pair.theirs.config, "original_max_position_embeddings", 0)
     # transformers changes longrope's factors where the original length is crossed; start beyond it.

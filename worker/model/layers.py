@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from kernels.attention import paged_attention
+from kernels.attention import rope_and_attention
 from kernels.batch import AttentionBatch
 from kernels.linear import Weight, linear, linear_add, normed_linear, normed_linear_swiglu
 from kernels.norm import rms_norm
 from kernels.packed_matrix import PackedMatrix, pack
-from kernels.rope_cache import rope_and_cache
 from worker.model.config import ModelConfig
 from worker.model.rope import cos_sin_table
 from worker.model.shapes import parameter_shapes
@@ -62,12 +61,19 @@ class Attention:
         self.window = config.sliding_window or 0
 
     def __call__(
-        self, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        residual: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
         qkv = normed_linear(residual, self.norm, self.eps, self.qkv.weight, self.qkv.bias)
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.sizes, 1)
-        q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
-        out = paged_attention(q, k_cache, v_cache, batch, self.scale, self.window)
+        out = rope_and_attention(q, k, v, cos_sin, batch, k_cache, v_cache, self.scale, self.window)
+        if rows is not None:
+            out, residual = out[rows], residual[rows]
         return linear_add(out.flatten(1), self.output.weight, self.output.bias, residual)
 
 
@@ -151,10 +157,14 @@ class CausalLM:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in (*self.parameters(), *self._packed))
+        return sum(p.nbytes for p in self.parameters()) + sum(p.nbytes for p in self._packed)
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]]
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Run the step's tokens through all layers, writing their keys and values into the cache.
 
@@ -162,14 +172,18 @@ class CausalLM:
             token_ids: [T] int64.
             batch: whose tokens they are, at which positions, and where their keys and values go.
             kv_caches: (k_cache, v_cache) of each layer, [num_pages, num_kv_heads, page_size, head_dim].
+            rows: [R] int64: the tokens whose states are wanted; None: all. The last layer does no more for
+                the others than fill the cache.
 
         Returns:
-            [T, hidden_size] after the final norm.
+            [R, hidden_size] after the final norm.
         """
         residual = embedding(token_ids, self._embedding)
         cos_sin = self.cos_sin
-        for (attention, mlp), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
-            residual = mlp(attention(residual, cos_sin, batch, k_cache, v_cache))
+        last = len(self._layers) - 1
+        for i, ((attention, mlp), (k_cache, v_cache)) in enumerate(zip(self._layers, kv_caches, strict=True)):
+            wanted = rows if i == last else None
+            residual = mlp(attention(residual, cos_sin, batch, k_cache, v_cache, wanted))
         return rms_norm(residual, self._norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,15 +89,16 @@ class Runner:
 
     def _run(self, host: HostStep) -> Tensor | None:
         """Logits [R, vocab] of the rows that sample, in a step that is not all decodes; None without any."""
+        sample_rows = host.sample_rows if host.sampled else np.zeros(1, np.int64)  # never none
+        rows = to_device(torch.from_numpy(sample_rows), self.kv_cache.pool.device)
         hidden = self._mixed.forward(host) if self._mixed is not None else None
-        if hidden is None:
+        if hidden is not None:
+            hidden = hidden[rows]
+        else:
             tokens, batch = device_step(host, self._state)
-            hidden = self.model.forward(tokens, batch, self.kv_cache.layers)
-        if not host.sampled:
-            return None
-        if len(host.sampled) < len(hidden):
-            hidden = hidden[to_device(torch.from_numpy(host.sample_rows), hidden.device)]
-        return self.model.compute_logits(hidden)
+            every = len(rows) == len(tokens)
+            hidden = self.model.forward(tokens, batch, self.kv_cache.layers, None if every else rows)
+        return self.model.compute_logits(hidden) if host.sampled else None
 
 
 @torch.inference_mode()
