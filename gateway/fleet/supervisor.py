@@ -62,13 +62,16 @@ class Supervisor:
             self.state.remove_sockets()
             with self._listen() as self._listener:
                 self.state.place_sockets(slot.name for slot in self._slots)
-                # Restarted gateways must get the file as it was checked, whatever happens to it meanwhile.
-                snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1)
-                write_private(self.state.config, snapshot.encode())
+                self._write_snapshot()
                 yield self
         finally:
             self.state.remove_sockets()
             self.state.release()
+
+    def _write_snapshot(self) -> None:
+        """Restarted gateways must get the fleet file as it was checked, whatever happens to it meanwhile."""
+        snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1)
+        write_private(self.state.config, snapshot.encode())
 
     def _listen(self) -> socket.socket:
         try:
@@ -191,6 +194,10 @@ class Supervisor:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(self._timing.housekeeping)
+            with contextlib.suppress(OSError, InvalidFleet):  # a full disk; the next round tries again
+                self.state.make()
+                if not self.state.config.exists():
+                    self._write_snapshot()
             self._publisher.flush()
             slots = [unit.status.slot for unit in self._units]
             for log in map(self.state.log, [*slots, SUPERVISOR_LOG]):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -343,6 +344,19 @@ def test_an_unusable_state_directory_is_named(tmp_path: Path) -> None:
     supervisor = Supervisor(load_fleet(fleet_file(tmp_path, "ok", state_dir=tmp_path / "file" / "state")))
     with pytest.raises(InvalidFleet, match=r"file/state can't be used: Not a directory"), supervisor.open():
         pass
+
+
+async def test_a_state_directory_that_somebody_removed_comes_back(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        for slot in ("ok-0", "gateway"):
+            await fleet.until_state(slot, "ready")
+        shutil.rmtree(fleet.state.root)
+        for slot in ("ok-0", "gateway"):
+            os.kill(fleet.unit(slot).pid or 0, signal.SIGKILL)
+        for slot in ("ok-0", "gateway"):
+            await fleet.until(lambda s=slot: fleet.unit(s).state == "ready" and fleet.unit(s).generation > 1)
+        await fleet.until(lambda: fleet.state.routes.exists() and fleet.target("ok")[0] == "ready")
+        assert stat.S_IMODE(fleet.state.run.stat().st_mode) == 0o700
 
 
 async def test_a_path_too_long_for_sockets_has_them_elsewhere(tmp_path: Path) -> None:
