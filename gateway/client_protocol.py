@@ -77,6 +77,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._head_size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._head_size > MAX_HEAD:
             raise ValueError("head too large")
+        if self.parser.get_http_version() not in ("1.0", "1.1") or not _only_chunked(self.headers):
+            raise ValueError("not what this server speaks")
         super().on_headers_complete()
         if self.pipeline and len(self.pipeline) < PIPELINE_LIMIT:
             self.flow.resume_reading()
@@ -88,7 +90,9 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(
+            cycle, app if cycle.scope["http_version"] == "1.1" else _until_close(app, cycle)
+        )
 
     def _is_serving(self) -> bool:
         return self._running is not None and not self._running.response_complete
@@ -136,6 +140,26 @@ class ClientProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self._stop_timer()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _only_chunked(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a body comes in no other coding than chunked, which the parser takes off: `gzip, chunked` would
+    be passed on as if it were JSON."""
+    return all(value.lower() == b"chunked" for name, value in headers if name == b"transfer-encoding")
+
+
+def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
+    """Answers of HTTP/1.0: it knows no chunks, the end of the connection ends a stream."""
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        async def send_plain(message: Any) -> None:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return application
 
 
 class CorkedTransport:

@@ -43,6 +43,10 @@ BAD_HTTP = {
     "bare cr": b"POST /generate HTTP/1.1\r\nhost: x\r\naccept: a\rx-evil: 1\r\ncontent-length: 13\r\n\r\n"
     + BODY,
     "nul": b"POST /generate HTTP/1.1\r\nhost: x\r\naccept: a\0b\r\ncontent-length: 13\r\n\r\n" + BODY,
+    "version 0.9": b"POST /generate HTTP/0.9\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + BODY,
+    "version 2.0": b"POST /generate HTTP/2.0\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + BODY,
+    "coding of the content": b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n"
+    b"d\r\n" + BODY + b"\r\n0\r\n\r\n",
     "odd coding": b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: xchunked\r\n\r\n" + BODY,
 }
 
@@ -113,6 +117,19 @@ async def test_http_1_0_and_close(tmp_path: Path) -> None:
             b'{"served_by":"w"}'
         )
         assert (await rig.raw(http_post(BODY, b"connection: close\r\n"))).endswith(b'{"served_by":"w"}')
+
+
+async def test_a_stream_over_http_1_0_has_no_chunks(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        body = b'{"model":"m","stream":true,"fake":{"do":"sse","chunks":3}}'
+        raw = await rig.raw(http_post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, stream = raw.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+        lines = [line for line in stream.split(b"\n") if line]
+        assert len(lines) > 1
+        assert all(line.startswith(b"data: ") for line in lines)
+        assert lines[-1] == b"data: [DONE]"
 
 
 async def test_a_request_in_single_bytes(tmp_path: Path) -> None:
