@@ -150,11 +150,11 @@ def decode_runs(sequences: int, context: int, sets: int) -> dict[str, Run]:
     q, caches, batch = paged(sequences, context, 1, sets)
     out = torch.empty_like(q)
 
-    def run(tile: DecodeTile, splits: tuple[int, int] | None, i: int) -> None:
+    def run(tile: DecodeTile, splits: int | None, i: int) -> None:
         k, v = caches[i % sets]
         decode_attention_triton(q, k, v, batch, 0.088, 0, out, splits=splits, tile=tile)
 
-    candidates = itertools.product(DECODE_TILES, (None, (1, 1), (2, 2), (4, 4), (32, 32)))
+    candidates = itertools.product(DECODE_TILES, (None, 1, 2, 4, 32))
     return {f"{tuple(tile)} splits {splits}": partial(run, tile, splits) for tile, splits in candidates}
 
 

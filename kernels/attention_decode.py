@@ -4,10 +4,9 @@
 
 Flash-decoding: every (sequence, KV head, split) program walks its share of the context with a running maximum
 and sum (Milakov & Gimelshein 2018, arXiv:1805.02867), all query heads of the KV head at once as the rows of
-one `tl.dot`. There are as many splits as fill the device, and more for long contexts among short ones, which
-would finish last. They are joined by their log-sum-exp: by the last of them to arrive or, where few sequences
-have many splits each, by a second kernel. How many there can be is part of the grid, but what each of them
-owns is derived on the device from seq_lens, so one captured graph serves every length.
+one `tl.dot`. The splits of a sequence are joined by their log-sum-exp: by the last of them to arrive or,
+where few sequences have many splits each, by a second kernel. The number of splits is part of the grid, but
+which tokens a split owns is derived on the device from seq_lens, so one captured graph serves every length.
 
 With `rope`, the step's own token comes along: its query is rotated on the way in, and the split that owns its
 place writes its key and value into the cache.
@@ -36,8 +35,6 @@ LOG2_E = math.log2(math.e)
 MAX_SPLITS = 64
 FEW_SEQS = 8
 PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
-LONG_SPLITS = 4  # of a long context, where the device is full anyway ...
-LONG_BLOCKS = tl.constexpr(8)  # ... with about so many blocks each
 
 
 @triton.jit
@@ -92,11 +89,11 @@ def _join(
     return b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["stride_table", "splits", "fewest"])
+@triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_kernel(
     p_q, p_new_k, p_new_v, p_cos_sin, p_k, p_v, p_out, p_part, p_lse, p_arrived, p_block_tables, p_seq_lens,
     scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh, stride_cs,
-    stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits, fewest,
+    stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROPE: tl.constexpr, PARTIAL: tl.constexpr, JOIN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -111,8 +108,7 @@ def _decode_kernel(
         first = tl.maximum(seq_len - WINDOW, 0)
     first_block = first // BLOCK_N
     blocks = (seq_len + BLOCK_N - 1) // BLOCK_N - first_block
-    parts = tl.minimum(tl.maximum((blocks + LONG_BLOCKS // 2) // LONG_BLOCKS, fewest), splits)
-    blocks_per_split = tl.maximum((blocks + parts - 1) // parts, 1)
+    blocks_per_split = tl.maximum((blocks + splits - 1) // splits, 1)
     parts = (blocks + blocks_per_split - 1) // blocks_per_split
     lo = (first_block + i_s * blocks_per_split) * BLOCK_N
     hi = tl.minimum(lo + blocks_per_split * BLOCK_N, seq_len)
@@ -282,14 +278,10 @@ def _arrivals(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def num_splits(
-    num_seqs: int, num_kv_heads: int, context: int, block_n: int, multiprocessors: int
-) -> tuple[int, int]:
-    """How many programs, at least and at most, share a context of up to `context` tokens; nothing is read
-    from the device."""
+def num_splits(num_seqs: int, num_kv_heads: int, context: int, block_n: int, multiprocessors: int) -> int:
+    """How many programs share a context of up to `context` tokens; nothing is read from the device."""
     spare = PROGRAMS_PER_SM * multiprocessors // (num_seqs * num_kv_heads)
-    fewest = max(1, min(spare, MAX_SPLITS, context // block_n))
-    return fewest, max(fewest, min(LONG_SPLITS, context // (block_n * LONG_BLOCKS.value)))
+    return max(1, min(spare, MAX_SPLITS, context // block_n))
 
 
 def decode_attention_triton(
@@ -302,7 +294,7 @@ def decode_attention_triton(
     out: Tensor,
     rope: Rope | None = None,
     *,
-    splits: tuple[int, int] | None = None,
+    splits: int | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Attention of the batch's first num_decodes rows: q [T, Hq, D] -> the same rows of out [T, Hq, D].
@@ -317,7 +309,7 @@ def decode_attention_triton(
         out: contiguous.
         rope: q isn't rotated yet, and the rows' keys and values [T, Hkv, D], last dimension contiguous,
             aren't in the cache yet.
-        splits: programs a context, at least and at most; default: from the batch's shape and the device.
+        splits: programs a context; default: from the batch's shape and the device.
         tile: how a program walks it; default: by type and head size.
     """
     num_seqs, device = batch.num_decodes, q.device
@@ -330,31 +322,30 @@ def decode_attention_triton(
     context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
     if splits is None:
         splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(device))
-    fewest, most = splits
     few = num_seqs < FEW_SEQS
     # Programs that start while others still hold some multiprocessors spread unevenly. That costs more than
     # an early start gains, unless there are few.
     early = pdl.launch(device) if few else {"PDL": False}
     parts = lse = out
-    if most > 1:
-        parts = torch.empty((num_seqs, most, q_heads, dim), dtype=torch.float32, device=device)
-        lse = torch.empty((num_seqs, most, q_heads), dtype=torch.float32, device=device)
+    if splits > 1:
+        parts = torch.empty((num_seqs, splits, q_heads, dim), dtype=torch.float32, device=device)
+        lse = torch.empty((num_seqs, splits, q_heads), dtype=torch.float32, device=device)
     new_k, new_v, cos_sin = rope or (q, q, q[0])
-    _decode_kernel[(kv_heads, num_seqs, most)](
+    _decode_kernel[(kv_heads, num_seqs, splits)](
         q, new_k, new_v, cos_sin, k_cache, v_cache, out, parts, lse,
         _arrivals(device, triton.next_power_of_2(num_seqs * kv_heads)), batch.block_tables, batch.seq_lens,
         scale * LOG2_E,
         *q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], cos_sin.stride(0),
-        *k_cache.stride()[:3], *out.stride()[:2], batch.block_tables.stride(0), most, fewest,
+        *k_cache.stride()[:3], *out.stride()[:2], batch.block_tables.stride(0), splits,
         GROUP=q_heads // kv_heads, HEAD_DIM=dim, HALF=cos_sin.shape[1] // 2, PAGE_SIZE=page_size,
-        WINDOW=sliding_window, ROPE=rope is not None, PARTIAL=most > 1, JOIN=most > 1 and not few,
+        WINDOW=sliding_window, ROPE=rope is not None, PARTIAL=splits > 1, JOIN=splits > 1 and not few,
         PRECISION="ieee" if exact else "tf32", BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
         BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **early,
     )  # fmt: skip
-    if most > 1 and few:
+    if splits > 1 and few:
         _decode_combine_kernel[(num_seqs, q_heads)](
-            parts, lse, out, *out.stride()[:2], most,
-            HEADS=q_heads, HEAD_DIM=dim, BLOCK_S=max(16, triton.next_power_of_2(most)), BLOCK_D=block_d,
+            parts, lse, out, *out.stride()[:2], splits,
+            HEADS=q_heads, HEAD_DIM=dim, BLOCK_S=max(16, triton.next_power_of_2(splits)), BLOCK_D=block_d,
             num_warps=4, **pdl.launch(device),
         )  # fmt: skip

@@ -193,7 +193,7 @@ def dense_attention_triton(
     _, q_heads, dim = q.shape
     kv_heads, page_size = k_cache.shape[1:3]
     if tile is None:
-        tile = Tile(64, 64, 4, 3)
+        tile = Tile(64, 64, 4, 3) if batch.max_seq_len <= 16384 else Tile(128, 128, 8, 3)
     padded = triton.cdiv(batch.max_seq_len, tile.block_n) * tile.block_n
     dense = torch.empty((2, sequences * kv_heads * padded, dim), dtype=q.dtype, device=q.device)
     _gather_kernel[(padded // GATHER_BLOCK, kv_heads, sequences)](

@@ -146,9 +146,9 @@ def test_one_graph_serves_every_length() -> None:
         assert_close(out, paged_attention_reference(q, case.k_cache, case.v_cache, batch, 0.1))
 
 
-@pytest.mark.parametrize("splits", [(1, 1), (2, 2), (1, 4), (7, 7), (64, 64)], ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 7, 64])
 @pytest.mark.parametrize("sequences", [4, 40])
-def test_number_of_splits_does_not_matter(sequences: int, splits: tuple[int, int]) -> None:
+def test_number_of_splits_does_not_matter(sequences: int, splits: int) -> None:
     case = case_of("qwen2-7b", [3000, 3, 64, 0] * (sequences // 4), [1] * sequences, torch.bfloat16)
     out = torch.full_like(case.q, float("nan"))
     for _ in range(2):  # the second time with the counters as the first left them
