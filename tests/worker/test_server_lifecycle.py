@@ -141,6 +141,20 @@ def test_a_model_that_is_not_there_is_exit_2() -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_a_hub_that_cannot_be_reached_is_exit_1(tmp_path: Path) -> None:
+    """The supervisor tries that again."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        ended = subprocess.run(
+            [sys.executable, "-m", "worker", "--model", "org/model", "--port", "0"],
+            env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert endpoint in ended.stderr
+
+
 def test_socket_left_by_a_dead_process_is_replaced_and_removed_at_the_end(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "w.sock"))

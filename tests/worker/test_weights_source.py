@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -241,7 +242,7 @@ for source in sys.argv[1:]:
     try:
         print(resolve_source(source).kind)
     except SourceError as error:
-        print(error)
+        print(type(error).__name__, error)
 """
 
 
@@ -271,15 +272,26 @@ def test_hub(hub: Hub, tmp_path: Path) -> None:
     )
     assert found[:2] == ["safetensors", "gguf"]
     assert found[2].startswith(
-        f"org/none: no such path, and not found on the hub ({endpoint} and the local cache)"
+        f"SourceError org/none: no such path, and not found on the hub ({endpoint} and the local cache)"
     )
     assert hub.served == {"config.json", "model.safetensors", "tokenizer.json", "quant/m.gguf"}
 
     hub.served.clear()
     found = resolve_elsewhere(tmp_path, "org/model", "org/none", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
     assert found[0] == "safetensors"
+    assert found[1].startswith("SourceError ")
     assert "the local cache only: HF_HUB_OFFLINE is set" in found[1]
     assert not hub.served
+
+
+def test_a_hub_that_cannot_be_reached_may_be_later(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        (found,) = resolve_elsewhere(tmp_path, "org/model", HF_ENDPOINT=endpoint)
+    assert found.startswith(
+        f"SourceUnavailable org/model: no such path, and not found on the hub ({endpoint} "
+    )
 
 
 LARGE = 40 << 20

@@ -25,7 +25,7 @@ from worker.server.app import create_app
 from worker.server.listen import BindError, address, bind
 from worker.server.state import ServerState
 from worker.server.text_model import TextModel
-from worker.weights.source import resolve_source
+from worker.weights.source import SourceUnavailable, resolve_source
 
 log = logging.getLogger("pagefleet.worker")
 
@@ -96,7 +96,8 @@ class WorkerProcess:
             self.state.progress = Progress("start", 0, 0)
             text = await asyncio.to_thread(TextModel.load, source, config)
         except ValueError as error:
-            self._fail(f"the model can't be served: {error}", EXIT_INVALID)
+            code = EXIT_FAILED if isinstance(error, SourceUnavailable) else EXIT_INVALID
+            self._fail(f"the model can't be served: {error}", code)
             return
         log.info("loading %s (%s)", config.model, source.kind)
         self._client = client = EngineClient(engine_command(engine_spec(config, text)))

@@ -27,6 +27,10 @@ class SourceError(ValueError):
     """There is no usable model behind the source; the message says what was looked at and what to do."""
 
 
+class SourceUnavailable(SourceError):
+    """The hub, the network or the disk failed: another attempt may succeed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model that was found and understood, before any weight is read.
@@ -179,7 +183,22 @@ def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
             f"{source}: no such file or directory, and not a hub id (org/name or org/name/file.gguf) either"
         )
     from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        DisabledRepoError,
+        HFValidationError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    # A repository that needs a licence accepted (GatedRepoError) is one that isn't found.
+    answers = (
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+        RemoteEntryNotFoundError,
+        DisabledRepoError,
+        HFValidationError,
+    )
     try:
         return fetch(match["repo"], match["file"], on_progress)
     except Exception as error:  # the library lets pass whatever the network, the disk or a mirror brings up
@@ -189,6 +208,7 @@ def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
             else (f"{constants.ENDPOINT} and the local cache")
         )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise SourceError(
+        final = constants.HF_HUB_OFFLINE or isinstance(error, answers)
+        raise (SourceError if final else SourceUnavailable)(
             f"{source}: no such path, and not found on the hub ({where}): {type(error).__name__}: {reason}"
         ) from error
