@@ -13,6 +13,7 @@ _COMMANDS = {
     "logs": "gateway.cli.logs:logs",
     "chat": "gateway.cli.chat:chat",
     "config": "gateway.cli.config:config",
+    "keys": "gateway.cli.keys:keys",
     "worker": "gateway.cli.process:worker",
     "gateway": "gateway.cli.process:gateway",
     "version": "gateway.cli.process:version",

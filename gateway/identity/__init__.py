@@ -1,0 +1,1 @@
+"""Who calls: API keys, trusted proxies, and the identity that limits, routing and the audit go by."""

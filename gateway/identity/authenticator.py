@@ -1,0 +1,107 @@
+"""A request's headers → who it is. Runs for every request; nothing here waits."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from pathlib import Path
+
+from gateway.asgi import Headers
+from gateway.identity import errors
+from gateway.identity.identity import MAX_USER, Identity
+from gateway.identity.keyring import KeyRing
+from gateway.identity.proxies import Peer, TrustedProxies
+from gateway.identity.secret import KEY, digest
+from gateway.identity.store import KEYS_FILE
+
+log = logging.getLogger(__name__)
+
+
+class Authenticator:
+    """With a key ring, callers are the users of their keys. Without, they are who they or their proxies say.
+
+    `needs_body_user`: whether `authenticate` wants the `user` of the body; else it can be asked before the
+    body is read, so that nobody without a key makes the gateway read 64 MiB.
+    """
+
+    def __init__(self, proxies: TrustedProxies, ring: KeyRing | None = None) -> None:
+        self.proxies = proxies
+        self._ring = ring
+        self.needs_body_user = ring is None and not proxies
+
+    def authenticate(self, headers: Headers, peer: Peer, body_user: str | None = None) -> Identity:
+        """ApiError 401 `invalid_api_key` for a caller without a good key.
+
+        Without keys: the header X-User-Id, else the body's `user`, else the client's address. Where proxies
+        are trusted, X-User-Id is theirs to give, and the body's `user`, which no proxy checks, counts for
+        nothing.
+        """
+        if self._ring is not None:
+            return _holder(self._ring, headers)
+        if not self.proxies:
+            user = _claimed_user(headers) or (body_user or "")[:MAX_USER]
+            return Identity(user or self.proxies.origin(headers, peer).address)
+        origin = self.proxies.origin(headers, peer)
+        user = _claimed_user(headers) if origin.trusted else ""
+        return Identity(user or origin.address)
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+
+
+def without_keys(proxies: TrustedProxies) -> Authenticator:
+    """Mode `none`, which says so in the log."""
+    who = "trusted proxies say" if proxies else "callers say themselves"
+    log.warning("auth: none; whoever reaches this gateway may use it, and users are who %s", who)
+    return Authenticator(proxies)
+
+
+def with_keys(proxies: TrustedProxies, state_dir: Path) -> Authenticator:
+    """Mode `keys`. StoreUnusable when the file of keys in `state_dir` can't be read."""
+    ring = KeyRing(state_dir / KEYS_FILE)
+    log.info("auth: keys; %d known", len(ring))
+    return Authenticator(proxies, ring)
+
+
+def _holder(ring: KeyRing, headers: Headers) -> Identity:
+    key = presented_key(headers)
+    if not key:
+        raise errors.key_missing()
+    match = KEY.fullmatch(key)
+    entry = ring.find(match[1]) if match else None
+    if entry is None or not hmac.compare_digest(entry.digest, digest(key)):
+        raise errors.key_unknown()
+    # Only who holds the key learns what became of it.
+    if entry.revoked:
+        raise errors.key_revoked(str(entry.identity.key_id))
+    if entry.expires <= time.time():
+        raise errors.key_expired(str(entry.identity.key_id), entry.expires)
+    return entry.identity
+
+
+def presented_key(headers: Headers) -> bytes:
+    """The bearer token, else `x-api-key`, else nothing."""
+    key = b""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+        if name == b"x-api-key":
+            key = value.strip()
+    return key
+
+
+def _claimed_user(headers: Headers) -> str:
+    """X-User-Id. ApiError 400 when it is there with different values: which one is the proxy's?"""
+    claimed = b""
+    for name, value in headers:
+        if name == b"x-user-id":
+            value = value.strip()
+            if claimed and value != claimed:
+                raise errors.user_ambiguous()
+            claimed = value
+    try:
+        return claimed.decode()[:MAX_USER]
+    except UnicodeDecodeError:
+        return claimed.decode("latin-1")[:MAX_USER]
