@@ -1,0 +1,270 @@
+"""What is limited, and what an answer looks like: the interface of both limiters."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Protocol
+
+from gateway.limits.rules import MINUTE, SECOND, Kind, LeaseRule, Rate, RateRule, Rule, Scope
+
+LONGEST_BURST_S = 31 * 86400
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bounds of one user, key or model; None: no such bound. Build it once and keep it.
+
+    `qps` requests a second, and `burst` at once (default: what a second allows, at least 1); `concurrency`
+    requests in flight; `tokens_per_minute`, prompt and answer together, as many at once. Raises ValueError
+    naming the field.
+    """
+
+    qps: float | None = None
+    burst: int | None = None
+    concurrency: int | None = None
+    tokens_per_minute: int | None = None
+    requests: Rate | None = field(init=False, repr=False, compare=False, default=None)
+    tokens: Rate | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.qps is not None:
+            object.__setattr__(self, "requests", _request_rate(self.qps, self.burst))
+        elif self.burst is not None:
+            raise ValueError("burst has a meaning only beside qps; set qps too or leave burst out")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, not {self.concurrency}")
+        if self.tokens_per_minute is not None:
+            if not 1 <= self.tokens_per_minute <= 10**9:
+                raise ValueError(f"tokens_per_minute must be from 1 to 10^9, not {self.tokens_per_minute}")
+            rate = Rate.of(self.tokens_per_minute, MINUTE, self.tokens_per_minute)
+            object.__setattr__(self, "tokens", rate)
+
+    def shared(self, gateways: int) -> Limit:
+        """One gateway's part where `gateways` can't see each other's counts; whole numbers stay over 0."""
+        if gateways <= 1:
+            return self
+        qps, burst = self.qps, _part(self.requests.burst if self.requests else None, gateways)
+        if qps is not None and burst is not None:
+            qps = max(qps / gateways, 1.01 * burst / LONGEST_BURST_S)
+        return replace(
+            self,
+            qps=qps,
+            burst=burst,
+            concurrency=_part(self.concurrency, gateways),
+            tokens_per_minute=_part(self.tokens_per_minute, gateways),
+        )
+
+
+def _part(whole: int | None, gateways: int) -> int | None:
+    return None if whole is None else max(1, whole // gateways)
+
+
+def _request_rate(qps: float, burst: int | None) -> Rate:
+    if not 0 < qps <= SECOND:
+        raise ValueError(f"qps must be more than 0 and at most 1000000, not {qps}")
+    if burst is None:
+        burst = max(1, math.ceil(qps))
+    if burst < 1:
+        raise ValueError(f"burst must be at least 1, not {burst}")
+    if burst / qps > LONGEST_BURST_S:
+        raise ValueError(
+            f"burst {burst} at qps {qps:g} takes over 31 days to come back; raise qps or lower burst"
+        )
+    return Rate.of(1, math.ceil(SECOND / qps), burst)
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One subject that a request is charged to. A request's charges name distinct subjects.
+
+    `group`: charges of one group live in one slot of a Redis Cluster and are decided together there; a user
+    and the user's keys share one.
+    """
+
+    scope: Scope
+    name: str
+    limit: Limit
+    group: str
+
+    @classmethod
+    def of_user(cls, user: str, limit: Limit) -> Charge:
+        return cls(Scope.USER, user, limit, "u:" + user)
+
+    @classmethod
+    def of_key(cls, key_id: str, user: str, limit: Limit) -> Charge:
+        return cls(Scope.KEY, key_id, limit, "u:" + user)
+
+    @classmethod
+    def of_model(cls, model: str, limit: Limit) -> Charge:
+        return cls(Scope.MODEL, model, limit, "m:" + model)
+
+
+@lru_cache(maxsize=8192)
+def _compiled(charge: Charge, gateways: int) -> tuple[tuple[Rule, ...], Callable[[int], RateRule] | None]:
+    """The rules that are the same for every request, and the one that depends on its tokens."""
+    limit = charge.limit.shared(gateways)
+    stem = f"{{{_plain(charge.group)}}}:{charge.scope}:{_plain(charge.name)}:"
+    fixed: list[Rule] = []
+    if (rate := limit.requests) is not None:
+        fixed.append(RateRule(stem + Kind.REQUESTS, charge.scope, Kind.REQUESTS, rate, 1, rate.cost(1)))
+    if limit.concurrency is not None:
+        fixed.append(LeaseRule(stem + Kind.CONCURRENCY, charge.scope, limit.concurrency))
+    tokens, whole = limit.tokens, charge.limit.tokens
+    if tokens is None or whole is None:
+        return tuple(fixed), None
+    key, part, most = stem + Kind.TOKENS, tokens, whole.burst
+
+    def token_rule(units: int) -> RateRule:
+        # What fits the whole limit must pass by one gateway's part too, or it never could.
+        counted = min(units, part.burst) if units <= most else units
+        return RateRule(key, charge.scope, Kind.TOKENS, part, counted, part.cost(counted))
+
+    return tuple(fixed), token_rule
+
+
+def _plain(name: str) -> str:
+    """Part of a Redis key: short, and without braces, which would move the hash tag."""
+    return (
+        name
+        if _PLAIN_NAME.fullmatch(name)
+        else "~" + hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    )
+
+
+def rules_of(charges: Sequence[Charge], tokens: int, gateways: int = 1) -> tuple[Rule, ...]:
+    """What a request of `tokens` (its prompt and all that it may generate) must pass."""
+    rules: tuple[Rule, ...] = ()
+    for charge in charges:
+        fixed, token_rule = _compiled(charge, gateways)
+        rules += fixed
+        if token_rule is not None:
+            rules += (token_rule(tokens),)
+    return rules
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Where one limit stands. `reset`: seconds until all of `limit` is there again."""
+
+    scope: Scope
+    kind: Kind
+    limit: int
+    remaining: int
+    reset: float
+
+
+def quota(rule: Rule, value: int) -> Quota:
+    limit, remaining, reset = rule.view(value)
+    return Quota(rule.scope, rule.kind, limit, remaining, reset / SECOND)
+
+
+class Books(Protocol):
+    """Where a granted request is written down."""
+
+    def adjust(self, rule: RateRule, delta: int) -> None: ...
+
+    def drop(self, rules: Sequence[Rule], lease: str) -> None: ...
+
+
+class Granted:
+    """A request that may run. Its methods neither wait nor fail; each counts once."""
+
+    __slots__ = ("_books", "_lease", "_released", "_settled", "_values", "rules")
+
+    def __init__(self, books: Books, rules: Sequence[Rule], values: Sequence[int], lease: str) -> None:
+        self.rules = rules
+        self._books = books
+        self._values = values
+        self._lease = lease
+        self._settled = False
+        self._released = False
+
+    def quotas(self) -> list[Quota]:
+        """Every limit that was charged, after that."""
+        return [quota(rule, value) for rule, value in zip(self.rules, self._values, strict=True)]
+
+    def settle(self, tokens: int) -> None:
+        """Replaces the reservation by the tokens used, prompt and answer; an aborted request's too."""
+        if not self._settled:
+            self._settled = True
+            for rule in self.rules:
+                if isinstance(rule, RateRule) and rule.kind is Kind.TOKENS:
+                    self._change(rule, rule.rate.cost(tokens))
+
+    def release(self) -> None:
+        """Ends the request: its slots are free."""
+        if not self._released:
+            self._released = True
+            self._books.drop(self.rules, self._lease)
+
+    def give_back(self) -> None:
+        """Undoes all of it, for a request that was refused elsewhere before any work was done."""
+        for rule in self.rules:
+            if isinstance(rule, RateRule) and not (rule.kind is Kind.TOKENS and self._settled):
+                self._change(rule, 0)
+        self._settled = True
+        self.release()
+
+    def _change(self, rule: RateRule, cost: int) -> None:
+        if cost != rule.increment:
+            self._books.adjust(rule, cost - rule.increment)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Over a limit: a 429. Nothing was consumed.
+
+    `over`: the limit that takes longest to allow this request. `retry_after`: seconds until it would pass if
+    nothing else arrived; for requests in flight, whose end nobody knows, one second; None: it asks for more
+    than the limit ever allows.
+    """
+
+    over: Quota
+    retry_after: float | None
+    message: str
+    quotas: tuple[Quota, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Limits can't be checked now and the policy is `closed`: a 503."""
+
+    retry_after: float
+
+
+class Limiter(Protocol):
+    """Both limiters. `tokens`: prompt and `max_tokens`, reserved until `settle`."""
+
+    async def start(self) -> None: ...
+
+    async def acquire(
+        self, charges: Sequence[Charge], tokens: int = 0
+    ) -> Granted | Refused | Unavailable: ...
+
+    async def aclose(self) -> None: ...
+
+
+def refusal(rules: Sequence[Rule], values: Sequence[int]) -> Refused:
+    """What to say of rules of which at least one doesn't admit its value."""
+    over = [pair for pair in zip(rules, values, strict=True) if not pair[0].admits(pair[1])]
+    rule, value = max(over, key=lambda pair: math.inf if (wait := pair[0].wait(pair[1])) is None else wait)
+    wait = rule.wait(value)
+    named = quota(rule, value)
+    retry_after = None if wait is None else max(wait, 1) / SECOND
+    quotas = tuple(quota(*pair) for pair in zip(rules, values, strict=True))
+    return Refused(named, retry_after, _message(rule, named, retry_after), quotas)
+
+
+def _message(rule: Rule, named: Quota, retry_after: float | None) -> str:
+    line = f"Over the {rule.scope}'s limit of {rule}"
+    if isinstance(rule, RateRule) and rule.kind is Kind.TOKENS:
+        line += f": the prompt and max_tokens come to {rule.units}, {named.remaining} are left"
+    if retry_after is None:
+        return line + "; a request of this size never passes: shorten the prompt or lower max_tokens."
+    return line + f"; try again in {retry_after:.3g} s."

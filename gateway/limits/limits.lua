@@ -1,0 +1,145 @@
+-- The books of all limits. One call carries a list of operations, each done in order:
+--
+--   acquire LEASE TTL N (rate INCREMENT UNIT TOLERANCE | lease LIMIT - -) * N    one key per rule
+--       checks every rule, and only if all of them admit charges every one.
+--       replies 1 or 0, then per rule its backlog in microseconds or its number of leases
+--   adjust DELTA UNIT TOLERANCE                                                 one key, no reply
+--   hold TTL N LEASE * N                                                         one key, replies its number
+--   drop N LEASE * N                                                             one key, no reply
+--
+-- Times are integer microseconds of this server's clock, exact in a double. A rate is stored as
+-- "TAT UNIT TOLERANCE", see rules.py. The reply is one string: far cheaper for clients than an array.
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local next_arg, next_key = 0, 0
+local replies = {}
+
+local function arg()
+  next_arg = next_arg + 1
+  return ARGV[next_arg]
+end
+
+local function number()
+  return tonumber(arg())
+end
+
+local function key()
+  next_key = next_key + 1
+  return KEYS[next_key]
+end
+
+local function reply(value)
+  replies[#replies + 1] = string.format('%.0f', value)
+end
+
+local function read_rate(name)
+  local stored = redis.call('GET', name)
+  if not stored then
+    return nil
+  end
+  local tat, unit, tolerance = string.match(stored, '^(%d+) (%d+) (%d+)$')
+  return tonumber(tat), tonumber(unit), tonumber(tolerance)
+end
+
+local function write_rate(name, backlog, unit, tolerance)
+  if backlog <= 0 then
+    redis.call('DEL', name)
+    return
+  end
+  local state = string.format('%.0f %.0f %.0f', now + backlog, unit, tolerance)
+  -- A second longer than it counts, for a clock that is corrected a little.
+  redis.call('SET', name, state, 'PX', string.format('%.0f', math.ceil(backlog / 1000) + 1000))
+end
+
+local function present_backlog(name, unit, tolerance)
+  local tat, old_unit, old_tolerance = read_rate(name)
+  if not tat or tat <= now then
+    return 0
+  end
+  local backlog = tat - now
+  if old_unit ~= unit or old_tolerance ~= tolerance then
+    return math.min(math.ceil(backlog * unit / old_unit), tolerance)
+  end
+  return math.min(backlog, 2 * tolerance)
+end
+
+local function held(name)
+  redis.call('ZREMRANGEBYSCORE', name, '-inf', string.format('%.0f', now))
+  return redis.call('ZCARD', name)
+end
+
+local function hold(name, lease, ttl)
+  redis.call('ZADD', name, string.format('%.0f', now + ttl), lease)
+end
+
+local function keep(name, ttl)
+  redis.call('PEXPIRE', name, string.format('%.0f', math.ceil(ttl / 1000) + 1000))
+end
+
+local operations = {}
+
+function operations.acquire()
+  local lease, ttl, count = arg(), number(), number()
+  local rules, admitted = {}, true
+  for i = 1, count do
+    local rule = { key = key(), kind = arg(), cost = number(), unit = number(), tolerance = number() }
+    if rule.kind == 'rate' then
+      rule.value = present_backlog(rule.key, rule.unit, rule.tolerance)
+      admitted = admitted and rule.value + rule.cost <= rule.tolerance
+    else
+      rule.value = held(rule.key)
+      admitted = admitted and rule.value < rule.cost
+    end
+    rules[i] = rule
+  end
+  reply(admitted and 1 or 0)
+  for _, rule in ipairs(rules) do
+    if admitted and rule.kind == 'rate' then
+      rule.value = rule.value + rule.cost
+      write_rate(rule.key, rule.value, rule.unit, rule.tolerance)
+    elseif admitted then
+      rule.value = rule.value + 1
+      hold(rule.key, lease, ttl)
+      keep(rule.key, ttl)
+    end
+    reply(rule.value)
+  end
+end
+
+function operations.adjust()
+  local name, delta, unit, tolerance = key(), number(), number(), number()
+  local tat, old_unit, old_tolerance = read_rate(name)
+  if tat then
+    delta = math.ceil(delta * old_unit / unit)
+    unit, tolerance = old_unit, old_tolerance
+  elseif delta <= 0 then
+    return
+  end
+  local backlog = (tat or now) - now
+  if delta > 0 then
+    backlog = math.max(backlog, 0)
+  end
+  write_rate(name, math.min(backlog + delta, 2 * tolerance), unit, tolerance)
+end
+
+function operations.hold()
+  local name, ttl, count = key(), number(), number()
+  for _ = 1, count do
+    hold(name, arg(), ttl)
+  end
+  keep(name, ttl)
+  reply(held(name))
+end
+
+function operations.drop()
+  local name, count = key(), number()
+  for _ = 1, count do
+    redis.call('ZREM', name, arg())
+  end
+end
+
+while next_arg < #ARGV do
+  operations[arg()]()
+end
+return table.concat(replies, ' ')

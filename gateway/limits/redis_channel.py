@@ -1,0 +1,161 @@
+"""One lane to Redis: operations in order, in batches, within a budget; after a fault closed until it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from gateway.limits.redis_link import CONNECT_S, FAULTS, Operation, RedisLink, reason_of, slot_tag
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LARGEST_BATCH = 64
+SPARE_TURNS = 5
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
+
+
+class RedisFault(Exception):
+    """Redis can't be asked now."""
+
+
+class Owner(Protocol):
+    """Whose operations they are."""
+
+    def lost(self, operation: Operation) -> None:
+        """Redis did it or didn't, or will: nobody knows."""
+
+    def unwanted(self, operation: Operation, answer: list[int]) -> None:
+        """It was done, and who asked had left."""
+
+    async def well_again(self) -> None:
+        """Redis answers after a fault, or for the first time."""
+
+
+class RedisChannel:
+    """Sends operations one batch after another: what waits while one is under way makes up the next.
+
+    `degraded` from a fault until a probe finds Redis well; meanwhile `ask` raises RedisFault, which is also
+    the answer of operations under way, and `post` does nothing.
+    """
+
+    def __init__(self, link: RedisLink, owner: Owner, budget: float, probe_key: str) -> None:
+        self.reason: str | None = None
+        self.faults = 0
+        self._link = link
+        self._owner = owner
+        self._budget = budget
+        self._probe_key = probe_key
+        self._waiting: deque[Operation] = deque()
+        self._pumping: asyncio.Task[None] | None = None
+        self._repairing: asyncio.Task[None] | None = None
+
+    @property
+    def degraded(self) -> bool:
+        return self.reason is not None
+
+    async def start(self) -> None:
+        """Connects; where that fails, goes on trying."""
+        try:
+            await self._check()
+        except FAULTS as error:
+            self._fail(error, ())
+        else:
+            await self._owner.well_again()
+
+    async def aclose(self) -> None:
+        """Sends what waits, then closes the connections."""
+        if self._pumping is not None:
+            await asyncio.wait((self._pumping,), timeout=CONNECT_S)
+            self._pumping.cancel()
+        if self._repairing is not None:
+            self._repairing.cancel()
+        await self._link.aclose()
+
+    def ask(self, operation: Operation) -> asyncio.Future[list[int]]:
+        """Its replies; RedisFault is raised at once or when awaited."""
+        if self.reason is not None:
+            raise RedisFault
+        operation.answer = asyncio.get_running_loop().create_future()
+        self.post(operation)
+        return operation.answer
+
+    def post(self, operation: Operation) -> None:
+        """Sends what needs no answer."""
+        if self.reason is None:
+            self._waiting.append(operation)
+            if self._pumping is None or self._pumping.done():
+                self._pumping = asyncio.create_task(self._pump())
+
+    async def _pump(self) -> None:
+        while self._waiting:
+            first = [self._waiting.popleft() for _ in range(min(LARGEST_BATCH, len(self._waiting)))]
+            batch = [one for one in first if one.answer is None or not one.answer.cancelled()]
+            try:
+                answers = await self._within_budget(self._link.run(batch)) if batch else []
+            except Exception as error:  # whatever it was, nobody may be left waiting
+                self._fail(error, batch)
+                return
+            for operation, numbers in zip(batch, answers, strict=True):
+                if operation.answer is None:
+                    continue
+                if operation.answer.cancelled():
+                    self._owner.unwanted(operation, numbers)
+                else:
+                    operation.answer.set_result(numbers)
+
+    async def _within_budget(self, call: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait((task,), timeout=self._budget)
+            # A gateway that was itself held up finds its timer due beside an answer that has long been there.
+            for _ in range(SPARE_TURNS):
+                if task.done():
+                    break
+                await asyncio.sleep(0)
+            if task.done():
+                return task.result()
+            raise TimeoutError
+        finally:
+            task.cancel()
+
+    def _fail(self, error: BaseException, sent: Sequence[Operation]) -> None:
+        if self.reason is None:
+            logger.warning("limits: Redis at %s: %s", self._link.address, reason_of(error))
+        self.reason = reason_of(error)
+        self.faults += 1
+        failed = [*sent, *self._waiting]
+        self._waiting.clear()
+        if failed:  # of a cluster, only the server of some keys may be away
+            key = failed[0].keys[0]
+            self._probe_key = f"{key[: key.index('{')]}{slot_tag(key)}:probe"
+        for operation in failed:
+            self._owner.lost(operation)
+            if operation.answer is not None and not operation.answer.done():
+                operation.answer.set_exception(RedisFault())
+        if self._repairing is None or self._repairing.done():
+            self._repairing = asyncio.create_task(self._repair())
+
+    async def _repair(self) -> None:
+        delay = FIRST_RETRY_S
+        while self.reason is not None:
+            try:
+                await self._check()
+            except FAULTS as error:
+                self.reason = reason_of(error)
+                await asyncio.sleep(delay * random.uniform(0.5, 1))
+                delay = min(2 * delay, LAST_RETRY_S)
+            else:
+                self.reason = None
+        logger.warning("limits: Redis at %s answers again", self._link.address)
+        await self._owner.well_again()
+
+    async def _check(self) -> None:
+        """Raises one of FAULTS unless Redis takes writes in time; connecting may take longer."""
+        async with asyncio.timeout(CONNECT_S):
+            await self._link.probe(self._probe_key)
+        await self._within_budget(self._link.probe(self._probe_key))

@@ -1,0 +1,131 @@
+"""The arithmetic that both limiters share: what a limit costs, leaves and makes a client wait.
+
+A `RateRule`'s state is its *backlog*: microseconds until all that was admitted has drained (TAT - now). The
+books (`limits.lua`, `memory.py`) only add and compare integers made here. A `LeaseRule`'s state is the number
+of leases held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+SECOND = 1_000_000
+MINUTE = 60 * SECOND
+# A wait that nothing can foretell: a slot is free when somebody's request ends.
+ASK_AGAIN = SECOND
+
+
+class Scope(StrEnum):
+    """Whose limit it is."""
+
+    USER = "user"
+    KEY = "key"
+    MODEL = "model"
+
+
+class Kind(StrEnum):
+    """What is limited, as in the names of `x-ratelimit-*` headers."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    CONCURRENCY = "concurrency"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """`amount` units in each `period` microseconds, and at most `burst` units at once."""
+
+    amount: int
+    period: int
+    burst: int
+    tolerance: int
+    unit: int
+    """Nanoseconds for one unit to drain: tells states apart that were written under another rate."""
+
+    @classmethod
+    def of(cls, amount: int, period: int, burst: int) -> Rate:
+        tolerance = -(-burst * period // amount)
+        return cls(amount, period, burst, tolerance, -(-1000 * period // amount))
+
+    def cost(self, units: int) -> int:
+        """Microseconds of backlog that `units` add; rounded up, so rounding never admits more."""
+        return -(-units * self.period // self.amount)
+
+    def left(self, backlog: int) -> int:
+        """Units that could be taken at once."""
+        return max(0, (self.tolerance - backlog) * self.amount // self.period)
+
+
+@dataclass(frozen=True, slots=True)
+class RateRule:
+    """One request's charge against one rate: `units` of it, `increment` microseconds."""
+
+    key: str
+    scope: Scope
+    kind: Kind
+    rate: Rate
+    units: int
+    increment: int
+
+    def admits(self, backlog: int) -> bool:
+        return backlog + self.increment <= self.rate.tolerance
+
+    def wait(self, backlog: int) -> int | None:
+        """Microseconds until this charge fits; None: it is larger than the limit and never will."""
+        if self.increment > self.rate.tolerance:
+            return None
+        return max(0, backlog + self.increment - self.rate.tolerance)
+
+    def view(self, backlog: int) -> tuple[int, int, int]:
+        """(limit, remaining, microseconds until all of it is there again)."""
+        return self.rate.burst, self.rate.left(backlog), backlog
+
+    def __str__(self) -> str:
+        if self.kind is Kind.TOKENS:
+            return f"{self.rate.amount} tokens a minute"
+        return f"{SECOND / self.rate.period:.6g} requests a second (burst {self.rate.burst})"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRule:
+    """One request's slot among the `limit` that may be in flight."""
+
+    key: str
+    scope: Scope
+    limit: int
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.CONCURRENCY
+
+    def admits(self, held: int) -> bool:
+        return held < self.limit
+
+    def wait(self, held: int) -> int | None:
+        return ASK_AGAIN
+
+    def view(self, held: int) -> tuple[int, int, int]:
+        return self.limit, max(0, self.limit - held), ASK_AGAIN if held else 0
+
+    def __str__(self) -> str:
+        return f"{self.limit} requests at a time"
+
+
+Rule = RateRule | LeaseRule
+
+
+def present_backlog(backlog: int, written: tuple[int, int], rate: Rate) -> int:
+    """A stored backlog as the rate of now sees it; `written`: unit and tolerance it was stored under.
+
+    After a change of the limit, as many units count as used as before, but never more than a whole burst: so
+    a change holds at once, both ways. A backlog of over two bursts can only come from a clock that was set
+    back (the books bound debts to one burst) and is cut. `limits.lua` does the same, in the same order, on
+    IEEE doubles too.
+    """
+    if backlog <= 0:
+        return 0
+    if written != (rate.unit, rate.tolerance):
+        scaled = float(backlog) * float(rate.unit) / float(written[0])
+        return int(min(-(-scaled // 1), rate.tolerance))
+    return min(backlog, 2 * rate.tolerance)

@@ -1,0 +1,84 @@
+"""Real redis-server processes for tests: on a Unix socket, or on free ports where they must find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """One process; `url` reaches it. Nothing is saved, so a restart finds it empty."""
+
+    def __init__(self, folder: Path, *options: str, port: int = 0, sentinel: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.socket = folder / "redis.sock"
+        self.port = port
+        self.url = f"redis://127.0.0.1:{port}/0" if port else f"unix://{self.socket}"
+        self._folder = folder
+        self._options = [*options, "--sentinel"] if sentinel else ["--save", "", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> RedisServer:
+        server = shutil.which("redis-server")
+        assert server is not None
+        place = ["--dir", str(self._folder), "--unixsocket", str(self.socket), "--bind", "127.0.0.1"]
+        command = [server, "--port", str(self.port), *place, "--daemonize", "no", *self._options]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 15
+        while not self.answers():
+            assert self._process.poll() is None, (self._folder / "log").read_text()
+            assert time.monotonic() < deadline, "redis-server doesn't answer"
+            time.sleep(0.02)
+        return self
+
+    def answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.ResponseError:  # it wants a password: it is there
+            return True
+        except (redis.RedisError, OSError):
+            return False
+
+    def client(self, **options: object) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5, **options)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str, port: int = 0) -> Iterator[RedisServer]:
+    server = RedisServer(folder, *options, port=port)
+    try:
+        yield server.start()
+    finally:
+        server.kill()
