@@ -113,6 +113,8 @@ def _forwarded(parts: list[bytes]) -> bytes:
     element = b""
     while parts:
         part = parts.pop()
+        if not element and not part.strip():
+            continue
         element = part + b"," + element if element else part
         if len(element) > _LONGEST_ELEMENT:
             break

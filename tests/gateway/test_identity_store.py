@@ -257,7 +257,7 @@ def _create_many(path: Path, user: str, count: int) -> None:
 
 def test_processes_that_make_the_same_store_lose_nothing(path: Path) -> None:
     """Each opens, and the first ones make, the store anew for every key."""
-    processes = [SPAWN.Process(target=_create_many, args=(path, f"user{n}", 15)) for n in range(4)]
+    processes = [SPAWN.Process(target=_create_many, args=(path, f"user{n}", 8)) for n in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -266,8 +266,8 @@ def test_processes_that_make_the_same_store_lose_nothing(path: Path) -> None:
     with KeyStore(path) as store:
         users = [record.user for record in store.records()]
         numbers = [change.number for change in store.changes(0)]
-    assert sorted(users) == sorted(f"user{n}" for n in range(4) for _ in range(15))
-    assert numbers == list(range(1, 61))
+    assert sorted(users) == sorted(f"user{n}" for n in range(4) for _ in range(8))
+    assert numbers == list(range(1, 33))
     assert [file for file in path.parent.iterdir() if file.name.startswith(".keys-")] == []
 
 
