@@ -1,4 +1,4 @@
-"""One lane to Redis: operations in order, in batches, within a budget; after a fault closed until it is well."""
+"""One lane to Redis: operations in order, in batches, within a budget; closed while Redis is not well."""
 
 from __future__ import annotations
 

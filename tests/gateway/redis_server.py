@@ -1,4 +1,4 @@
-"""Real redis-server processes for tests: on a Unix socket, or on free ports where they must find each other."""
+"""Real redis-server processes for tests: on a Unix socket, and on free ports where they must meet."""
 
 from __future__ import annotations
 
