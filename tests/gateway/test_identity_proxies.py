@@ -156,6 +156,7 @@ def test_addresses_that_were_seen_do_not_pile_up() -> None:
         ([b"for=1.2.3.4", b"for=203.0.113.9;by=10.0.0.9"], CLIENT),
         ([b'for=203.0.113.9;host="a,b;for=1.2.3.4"'], CLIENT),
         ([b'for=203.0.113.9;host="a, for=\\"1.2.3.4\\""'], CLIENT),
+        ([b'host="a, for=1.2.3.4;y=";for="203.0.113.9:80"'], CLIENT),
         ([b'for="203.0.113\\.9"'], CLIENT),
         ([b'for=", for=203.0.113.9'], CLIENT),
         ([b'for="1.2.3.4', b"for=203.0.113.9"], CLIENT),
@@ -199,6 +200,12 @@ forged = st.lists(
     ),
     max_size=4,
 )
+hosts = st.one_of(
+    st.text('for=";,\\ 1.', max_size=8),
+    st.sampled_from(
+        ["a, for=1.2.3.4;y=", 'a, for="1.2.3.4"', 'a\\", for=1.2.3.4', ',for=1.2.3.4;y="', ",,,"]
+    ),
+)
 
 
 def with_port(address: str, port: int | None) -> str:
@@ -207,19 +214,20 @@ def with_port(address: str, port: int | None) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def element(proxies: TrustedProxies, address: str, port: int | None) -> bytes:
-    """What a well-behaved proxy appends."""
+def element(proxies: TrustedProxies, address: str, port: int | None, host: str = "") -> bytes:
+    """What a well-behaved proxy appends; `host` is a client's own text, quoted."""
     text = with_port(address, port)
     if proxies is X_FORWARDED_FOR:
         return text.encode()
     if ":" in address and port is None:
         text = f"[{text}]"
-    return f'proto=http;for="{text}"'.encode() if ":" in text else f"for={text};by=10.0.0.1".encode()
+    host = host.replace("\\", "\\\\").replace('"', '\\"')
+    return f'host="{host}";for="{text}";by="10.0.0.1"'.encode()
 
 
 @pytest.mark.parametrize("proxies", [X_FORWARDED_FOR, FORWARDED], ids=["x-forwarded-for", "forwarded"])
 @QUICK
-@given(client=clients, port=ports, chain=hops, forgery=forged, joined=st.booleans())
+@given(client=clients, port=ports, chain=hops, forgery=forged, joined=st.booleans(), host=hosts)
 def test_nothing_that_a_client_writes_changes_its_address(
     proxies: TrustedProxies,
     client: str,
@@ -227,10 +235,11 @@ def test_nothing_that_a_client_writes_changes_its_address(
     chain: list[str],
     forgery: list[bytes],
     joined: bool,
+    host: str,
 ) -> None:
     """Client → proxies of `chain` → the proxy that is our peer. Each appends what called it, to the last line
     or as a line of its own."""
-    honest = [element(proxies, hop, port) for hop in (client, *chain)]
+    honest = [element(proxies, client, port, host), *(element(proxies, hop, port) for hop in chain)]
     lines = [b", ".join([*forgery, *honest])] if joined else [*forgery, *honest]
     assert address(proxies, *lines) == client
 
