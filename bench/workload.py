@@ -77,7 +77,14 @@ def mixed(
     return requests
 
 
-def poisson(rate: float, seconds: float, prompt: int = 128, new: int = 128, seed: int = 0) -> list[Request]:
+def poisson(
+    rate: float,
+    seconds: float,
+    prompt: int = 128,
+    new: int = 128,
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+) -> list[Request]:
     """Open-loop arrivals at `rate` a second for `seconds`."""
     label = int(rate) if rate == int(rate) else rate
     shapes = splitmix64(f"poisson-shape-{label}-{seed}")
@@ -88,7 +95,7 @@ def poisson(rate: float, seconds: float, prompt: int = 128, new: int = 128, seed
         now += -math.log(1.0 - (next(shapes) >> 11) / 2**53) / rate
         if now >= seconds:
             return requests
-        requests.append(Request(len(requests), "A", _tokens(content, prompt), new, now))
+        requests.append(Request(len(requests), "A", _tokens(content, prompt, vocabulary), new, now))
 
 
 def shared_prefix(
