@@ -8,6 +8,7 @@ import re
 import sqlite3
 import stat
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -249,15 +250,18 @@ def test_a_writer_that_holds_the_file_is_not_waited_for_by_readers(store: KeySto
 # --- several processes
 
 
-def _create_many(path: Path, user: str, count: int) -> None:
-    for _ in range(count):
+def _write_much(path: Path, user: str, barrier: Barrier) -> None:
+    barrier.wait(60)
+    for _ in range(6):
         with KeyStore(path, create=True, write=True) as store:
-            store.create(user)
+            record, _ = store.create(user)
+            store.rotate(record.id, grace=60)
 
 
-def test_processes_that_make_the_same_store_lose_nothing(path: Path) -> None:
-    """Each opens, and the first ones make, the store anew for every key."""
-    processes = [SPAWN.Process(target=_create_many, args=(path, f"user{n}", 8)) for n in range(4)]
+def test_processes_that_make_and_change_the_same_store_lose_nothing(path: Path) -> None:
+    """Each opens it anew for every key; who comes first makes it."""
+    barrier = SPAWN.Barrier(4)
+    processes = [SPAWN.Process(target=_write_much, args=(path, f"user{n}", barrier)) for n in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -266,9 +270,23 @@ def test_processes_that_make_the_same_store_lose_nothing(path: Path) -> None:
     with KeyStore(path) as store:
         users = [record.user for record in store.records()]
         numbers = [change.number for change in store.changes(0)]
-    assert sorted(users) == sorted(f"user{n}" for n in range(4) for _ in range(8))
-    assert numbers == list(range(1, 33))
+    assert sorted(users) == sorted(f"user{n}" for n in range(4) for _ in range(12))
+    # Three changes a key and its successor: made, made, ended; each has had a number of its own.
+    assert len(set(numbers)) == 48
+    assert max(numbers) == 72
     assert [file for file in path.parent.iterdir() if file.name.startswith(".keys-")] == []
+
+
+def test_who_makes_the_store_second_changes_nothing(
+    store: KeyStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw that there is no file."""
+    record, _ = store.create("alice")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: False)
+        second = KeyStore(path, create=True, write=True)
+    with second:
+        assert second.records() == [record]
 
 
 def _create_until_killed(path: Path) -> None:
