@@ -132,7 +132,7 @@ def _client(url: str) -> tuple[Any, bool, str]:
 
 def _sentinel(parts: SplitResult) -> Any:
     hosts, options = _several(parts)
-    asking = {"socket_connect_timeout": CONNECT_S / 4, "socket_timeout": CONNECT_S / 4}
+    asking = _OPTIONS | {"socket_connect_timeout": CONNECT_S / 4, "socket_timeout": CONNECT_S / 4}
     asking |= {name: options[name] for name in options if name.startswith("ssl")}
     for name in ("username", "password"):
         if (value := options.pop(f"sentinel_{name}", None)) is not None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 
 def free_port() -> int:
@@ -22,22 +24,24 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """One process; `url` reaches it. Nothing is saved, so a restart finds it empty."""
+    """One process; `url` reaches it. Nothing is saved, so a restart finds it empty. `sentinel`: the
+    configuration file that makes it a sentinel instead."""
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, sentinel: bool = False) -> None:
+    def __init__(self, folder: Path, *options: str, port: int = 0, sentinel: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.socket = folder / "redis.sock"
         self.port = port
         self.url = f"redis://127.0.0.1:{port}/0" if port else f"unix://{self.socket}"
         self._folder = folder
         self._options = [*options, "--sentinel"] if sentinel else ["--save", "", *options]
+        self._file = [sentinel] if sentinel else []
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> RedisServer:
         server = shutil.which("redis-server")
         assert server is not None
         place = ["--dir", str(self._folder), "--unixsocket", str(self.socket), "--bind", "127.0.0.1"]
-        command = [server, "--port", str(self.port), *place, "--daemonize", "no", *self._options]
+        command = [server, *self._file, "--port", str(self.port), *place, "--daemonize", "no", *self._options]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + 15
@@ -51,13 +55,14 @@ class RedisServer:
         try:
             with self.client() as client:
                 return bool(client.ping())
-        except redis.ResponseError:  # it wants a password: it is there
+        except redis.AuthenticationError:  # it is there
             return True
         except (redis.RedisError, OSError):
             return False
 
     def client(self, **options: object) -> redis.Redis:
-        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5, **options)
+        once = Retry(NoBackoff(), 0)
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5, retry=once, **options)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)

@@ -1,0 +1,204 @@
+"""Redis Cluster and Sentinel, of real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from gateway.limits import Charge, Granted, Limit, RedisLimiter, Refused, Scope
+from tests.gateway.redis_server import RedisServer, free_port, running
+
+pytestmark = pytest.mark.redis
+SLOTS = 16384
+
+
+async def eventually(holds: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for number in range(3):
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-port")
+            place = folder / str(number)
+            nodes.append(stack.enter_context(running(place, *options, str(free_port()), port=free_port())))
+        clients = [stack.enter_context(node.client()) for node in nodes]
+        bounds = [0, SLOTS // 3, 2 * SLOTS // 3, SLOTS]
+        for number, client in enumerate(clients):
+            client.execute_command("CLUSTER ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        for node in nodes[1:]:
+            bus = node.client().config_get("cluster-port")["cluster-port"]
+            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port, bus)
+        deadline = time.monotonic() + 20
+        while not all(client.cluster("info")["cluster_state"] == "ok" for client in clients):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield nodes
+
+
+def url_of(cluster: list[RedisServer]) -> str:
+    return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in cluster)
+
+
+def slot_of(name: str) -> int:
+    return int(redis.cluster.key_slot(name.encode()))
+
+
+def models_on_every_node() -> list[str]:
+    """A model's name for each third of the slots."""
+    found: dict[int, str] = {}
+    number = 0
+    while len(found) < 3:
+        name = f"model{number}"
+        found.setdefault(slot_of("m:" + name) * 3 // SLOTS, name)
+        number += 1
+    return [found[third] for third in range(3)]
+
+
+async def test_in_a_cluster_a_request_is_granted_whole_or_not_at_all(cluster: list[RedisServer]) -> None:
+    limiters = [RedisLimiter(url_of(cluster), budget=20) for _ in range(2)]
+    for limiter in limiters:
+        await limiter.start()
+    ample = Limit(qps=0.01, burst=100, concurrency=100, tokens_per_minute=10**5)
+    scarce = Limit(qps=0.01, burst=4, concurrency=4)
+    for model in models_on_every_node():
+        charges = [
+            Charge.of_model(model, scarce),
+            Charge.of_user(model, ample),
+            Charge.of_key("k", model, ample),
+        ]
+        answers = await asyncio.gather(*(limiters[i % 2].acquire(charges, 100) for i in range(40)))
+        passed = [answer for answer in answers if isinstance(answer, Granted)]
+        refusals = [answer for answer in answers if isinstance(answer, Refused)]
+        assert len(passed) == 4
+        assert {no.over.scope for no in refusals} == {Scope.MODEL}
+        # The user's limits were decided first and had to be given back 36 times.
+        after = await limiters[0].acquire(charges[1:], 100)
+        assert isinstance(after, Granted)
+        left = [quota.remaining for quota in after.quotas()]
+        assert left[:2] == left[3:5] == [95, 95]
+        assert left[2] in range(10**5 - 500, 10**5 - 499 + 200)
+        passed[0].settle(0)
+        passed[1].give_back()
+        again = await limiters[0].acquire(charges[1:], 100)
+        assert isinstance(again, Granted)
+        assert [quota.remaining for quota in again.quotas()][:2] == [95, 95]
+        for one in (*passed, after, again):
+            one.release()
+    for limiter in limiters:
+        await limiter.renew()
+        assert limiter.state.gateways == 2
+        assert limiter.state.faults == 0
+    for limiter in limiters:
+        await limiter.aclose()
+    for node in cluster:
+        with node.client() as client:
+            assert not list(client.scan_iter("*:concurrency"))
+
+
+async def test_a_users_flood_ends_before_it_touches_the_models_limit(cluster: list[RedisServer]) -> None:
+    limiter = RedisLimiter(url_of(cluster), budget=20)
+    await limiter.start()
+    model = Charge.of_model("shared", Limit(qps=0.01, burst=100))
+    flood = [Charge.of_user("flood", Limit(qps=0.01, burst=1)), model]
+    answers = await asyncio.gather(*(limiter.acquire(flood) for _ in range(50)))
+    assert sum(isinstance(answer, Granted) for answer in answers) == 1
+    answer = await limiter.acquire([model])
+    assert isinstance(answer, Granted)
+    assert answer.quotas()[0].remaining == 98
+    await limiter.aclose()
+
+
+async def test_a_cluster_node_that_hangs_leaves_it_to_the_policy_and_is_found_again(
+    cluster: list[RedisServer],
+) -> None:
+    limiter = RedisLimiter(url_of(cluster))
+    await limiter.start()
+    limit = Limit(qps=1000, burst=1000, concurrency=100)
+    models = [Charge.of_model(model, limit) for model in models_on_every_node()]
+    for model in models:
+        assert isinstance(await limiter.acquire([model]), Granted)
+    cluster[1].pause()
+    try:
+        began = time.monotonic()
+        assert isinstance(await limiter.acquire([models[1]]), Granted)
+        assert time.monotonic() - began < 0.5
+        assert limiter.degraded
+        await asyncio.sleep(0.3)
+        assert limiter.degraded  # the probe asks the node that failed
+        assert isinstance(await limiter.acquire([models[0]]), Granted)
+    finally:
+        cluster[1].resume()
+    await eventually(lambda: not limiter.degraded)
+    for model in models:
+        assert isinstance(await limiter.acquire([model]), Granted)
+    assert not limiter.degraded
+    await limiter.aclose()
+
+
+@pytest.fixture
+def sentinel(tmp_path: Path) -> Iterator[tuple[str, list[RedisServer]]]:
+    """(URL, [master, replica]) watched by two sentinels, the first of which isn't there."""
+    with contextlib.ExitStack() as stack:
+        at_once = ("--repl-diskless-sync-delay", "0")
+        master = stack.enter_context(running(tmp_path / "master", *at_once, port=free_port()))
+        of_master = ("--replicaof", f"127.0.0.1 {master.port}")
+        replica = stack.enter_context(running(tmp_path / "replica", *of_master, port=free_port()))
+        port, folder = free_port(), tmp_path / "sentinel"
+        folder.mkdir()
+        file = folder / "sentinel.conf"
+        file.write_text(
+            f"sentinel monitor main 127.0.0.1 {master.port} 1\n"
+            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
+        )
+        watch = RedisServer(folder, port=port, sentinel=str(file))
+        stack.callback(watch.kill)
+        watch.start()
+        deadline = time.monotonic() + 30
+        with watch.client() as client, replica.client() as copy:
+            while not (
+                client.execute_command("SENTINEL REPLICAS main")
+                and copy.info("replication")["master_link_status"] == "up"
+            ):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main/0", [master, replica]
+
+
+async def test_sentinel_names_the_master_and_after_a_failover_the_new_one(
+    sentinel: tuple[str, list[RedisServer]],
+) -> None:
+    url, (master, replica) = sentinel
+    limiter = RedisLimiter(url, budget=5)
+    await limiter.start()
+    assert not limiter.degraded
+    charges = [Charge.of_user("ann", Limit(qps=0.01, burst=1, concurrency=9))]
+    held = await limiter.acquire(charges)
+    assert isinstance(held, Granted)
+    assert isinstance(await limiter.acquire(charges), Refused)
+    with master.client() as client:
+        assert client.exists("pagefleet:{u:ann}:user:ann:requests")
+    master.kill()
+    while not limiter.degraded:
+        await limiter.acquire([Charge.of_user("ben", Limit(qps=1000))])
+    await eventually(lambda: not limiter.degraded, 40)
+    assert isinstance(await limiter.acquire([Charge.of_user("ben", Limit(qps=1000))]), Granted)
+    with replica.client() as client:
+        assert client.role()[0] == b"master"
+        assert client.exists("pagefleet:{u:ben}:user:ben:requests")
+        await eventually(lambda: client.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 1)
+    held.release()
+    await limiter.aclose()
