@@ -277,11 +277,10 @@ def test_processes_that_make_and_change_the_same_store_lose_nothing(path: Path) 
     assert [file for file in path.parent.iterdir() if file.name.startswith(".keys-")] == []
 
 
-def test_who_makes_the_store_second_changes_nothing(
-    store: KeyStore, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_makes_the_store_second_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both saw that there is no file."""
-    record, _ = store.create("alice")
+    with KeyStore(path, create=True, write=True) as first:
+        record, _ = first.create("alice")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "exists", lambda path: False)
         second = KeyStore(path, create=True, write=True)
