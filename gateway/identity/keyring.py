@@ -47,9 +47,14 @@ class KeyRing:
         self._file: tuple[int, int] | None = None  # device and inode of the open store
         self._version = 0
         self._change = 0
-        self._looked_at = self._read_at = time.monotonic()
+        self._looked_at = time.monotonic()
+        self._failing_since: float | None = None
         self._complaint = ""
-        self._look()
+        try:
+            self._look()
+        except StoreUnusable:
+            self.close()
+            raise
         if not self._entries:
             log.warning("there is no API key in %s yet; `pagefleet keys create` makes one", path)
 
@@ -63,7 +68,7 @@ class KeyRing:
         if now - self._looked_at >= POLL_EVERY:
             self._looked_at = now
             self._try_to_look(now)
-        if now - self._read_at >= UNREADABLE_LIMIT and self._complaint:
+        if self._failing_since is not None and now - self._failing_since >= UNREADABLE_LIMIT:
             raise keys_unavailable()
         return self._entries.get(key_id)
 
@@ -78,14 +83,15 @@ class KeyRing:
         try:
             self._look()
         except StoreUnusable as error:
+            if self._failing_since is None:
+                self._failing_since = now
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 log.error("%s; the keys known so far go on for %g s", error, UNREADABLE_LIMIT)
             self.close()
         else:
-            self._read_at = now
-            if self._complaint:
-                self._complaint = ""
+            if self._failing_since is not None:
+                self._failing_since, self._complaint = None, ""
                 log.info("the keys in %s can be read again", self._path)
 
     def _look(self) -> None:

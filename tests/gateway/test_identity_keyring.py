@@ -188,7 +188,8 @@ def test_known_keys_outlive_an_unreadable_file_for_a_while(
     for _ in range(3):
         assert find(ring, record.id) is not None
     assert caplog.text.count("go on for 60 s") == 1
-    ring._read_at -= UNREADABLE_LIMIT
+    assert ring._failing_since is not None
+    ring._failing_since -= UNREADABLE_LIMIT
     for _ in range(2):
         with pytest.raises(ApiError) as caught:
             find(ring, record.id)
