@@ -139,6 +139,7 @@ def _plain(name: str) -> str:
 
 def rules_of(charges: Sequence[Charge], tokens: int, gateways: int = 1) -> tuple[Rule, ...]:
     """What a request of `tokens` (its prompt and all that it may generate) must pass."""
+    tokens = max(tokens, 0)  # some clients write -1 where they mean no bound
     rules: tuple[Rule, ...] = ()
     for charge in charges:
         fixed, token_rule = _compiled(charge, gateways)
@@ -195,7 +196,7 @@ class Granted:
             self._settled = True
             for rule in self.rules:
                 if isinstance(rule, RateRule) and rule.kind is Kind.TOKENS:
-                    self._change(rule, rule.rate.cost(tokens))
+                    self._change(rule, rule.rate.cost(max(tokens, 0)))
 
     def release(self) -> None:
         """Ends the request: its slots are free."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from gateway.limits.redis_link import CONNECT_S, FAULTS, Operation, RedisLink, reason_of, slot_tag
+from gateway.limits.redis_link import CONNECT_S, Operation, RedisLink, reason_of, slot_tag
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RedisChannel:
         """Connects; where that fails, goes on trying."""
         try:
             await self._check()
-        except FAULTS as error:
+        except Exception as error:
             self._fail(error, ())
         else:
             await self._owner.well_again()
@@ -72,6 +72,7 @@ class RedisChannel:
         if self._pumping is not None:
             await asyncio.wait((self._pumping,), timeout=CONNECT_S)
             self._pumping.cancel()
+            await asyncio.wait((self._pumping,))
         if self._repairing is not None:
             self._repairing.cancel()
         await self._link.aclose()
@@ -97,9 +98,11 @@ class RedisChannel:
             batch = [one for one in first if one.answer is None or not one.answer.cancelled()]
             try:
                 answers = await self._within_budget(self._link.run(batch)) if batch else []
-            except Exception as error:  # whatever it was, nobody may be left waiting
+            except BaseException as error:  # whatever it was, nobody may be left waiting
                 self._fail(error, batch)
-                return
+                if isinstance(error, Exception):
+                    return
+                raise
             for operation, numbers in zip(batch, answers, strict=True):
                 if operation.answer is None:
                     continue
@@ -145,7 +148,7 @@ class RedisChannel:
         while self.reason is not None:
             try:
                 await self._check()
-            except FAULTS as error:
+            except Exception as error:  # it may be anything, and may pass
                 self.reason = reason_of(error)
                 await asyncio.sleep(delay * random.uniform(0.5, 1))
                 delay = min(2 * delay, LAST_RETRY_S)
@@ -155,7 +158,7 @@ class RedisChannel:
         await self._owner.well_again()
 
     async def _check(self) -> None:
-        """Raises one of FAULTS unless Redis takes writes in time; connecting may take longer."""
+        """Raises unless Redis takes writes in time; connecting may take longer."""
         async with asyncio.timeout(CONNECT_S):
             await self._link.probe(self._probe_key)
         await self._within_budget(self._link.probe(self._probe_key))

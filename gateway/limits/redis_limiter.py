@@ -67,11 +67,11 @@ class RedisLimiter:
         self._local_books = _LocalBooks(self._local, self)
         self._id = secrets.token_hex(8)
         self._numbers = itertools.count()
-        # Requests in flight by lease; those that Redis doesn't know; and leases that it may hold in vain,
-        # with the time when they have expired there.
+        # Requests in flight by lease; those that Redis doesn't know; and leases that it may hold in vain, by
+        # key and name, with the time when they have expired there.
         self._running: dict[str, list[LeaseRule]] = {}
         self._only_here: set[str] = set()
-        self._unfreed: dict[tuple[str, str], float] = {}
+        self._unfreed: dict[tuple[str, str], tuple[LeaseRule, float]] = {}
         self._renewal: asyncio.Task[None] | None = None
 
     @property
@@ -158,11 +158,11 @@ class RedisLimiter:
 
     def _free(self, leases: Sequence[LeaseRule], lease: str) -> None:
         for rule in leases:
-            key = self._prefix + rule.key
-            if not self._channel.degraded:
-                self._channel.post(Operation([key], ["drop", 1, lease], 0, lease, (rule,)))
+            if self._channel.degraded:
+                self._unfreed[rule.key, lease] = rule, time.monotonic() + self._ttl
             else:
-                self._unfreed[key, lease] = time.monotonic() + self._ttl
+                args: list[str | int] = ["drop", 1, lease]
+                self._channel.post(Operation([self._prefix + rule.key], args, 0, lease, (rule,)))
 
     def _by_policy(self, charges: Sequence[Charge], tokens: int) -> Granted | Refused | Unavailable:
         if self._on_error == "closed":
@@ -174,8 +174,10 @@ class RedisLimiter:
         if not admitted:
             return refusal(rules, values)
         lease = f"{self._id}.{next(self._numbers)}"
-        self._running[lease] = [rule for rule in rules if isinstance(rule, LeaseRule)]
-        self._only_here.add(lease)
+        leases = [rule for rule in rules if isinstance(rule, LeaseRule)]
+        if leases:
+            self._running[lease] = leases
+            self._only_here.add(lease)
         return Granted(self._local_books, rules, values, lease)
 
     async def _decide(self, rules: Sequence[Rule], lease: str) -> tuple[bool, Sequence[Rule], list[int]]:
@@ -240,11 +242,10 @@ class RedisLimiter:
 
     async def well_again(self) -> None:
         """What happened meanwhile is made known to Redis."""
-        now = time.monotonic()
-        for (key, lease), expiry in self._unfreed.items():
-            if expiry > now:
-                self._channel.post(Operation([key], ["drop", 1, lease], 0))
-        self._unfreed.clear()
+        unfreed, self._unfreed = self._unfreed, {}
+        for (_, lease), (rule, expiry) in unfreed.items():
+            if expiry > time.monotonic():
+                self._free((rule,), lease)
         await self._renew_quietly()
 
     async def _keep_renewing(self) -> None:

@@ -22,7 +22,6 @@ from gateway.limits.rules import Rule
 
 SCRIPT = files("gateway.limits").joinpath("limits.lua").read_text()
 CONNECT_S = 1.0
-FAULTS = (RedisError, OSError, TimeoutError)
 
 _FORMS = (
     "redis://HOST:PORT/DB, rediss://… (TLS), unix:///PATH, "

@@ -117,6 +117,31 @@ async def test_a_paused_redis_costs_no_request_more_than_the_budget(server: Redi
     await limiter.aclose()
 
 
+async def test_a_gateway_that_was_held_up_itself_does_not_blame_redis(server: RedisServer) -> None:
+    limiter = RedisLimiter(server.url)
+    await limiter.start()
+    for _ in range(5):
+        waiting = asyncio.create_task(limiter.acquire(ann(qps=1000)))
+        for _ in range(4):  # it is sent
+            await asyncio.sleep(0)
+        time.sleep(0.15)  # noqa: ASYNC251
+        assert isinstance(await waiting, Granted)
+    assert limiter.state.faults == 0
+    await limiter.aclose()
+
+
+async def test_who_waits_while_the_gateway_closes_gets_an_answer(server: RedisServer) -> None:
+    limiter = RedisLimiter(server.url, budget=60, on_error="closed")
+    await limiter.start()
+    server.pause()
+    waiting = [asyncio.create_task(limiter.acquire(ann(qps=1000))) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    await limiter.aclose()
+    async with asyncio.timeout(5):
+        assert {type(answer) for answer in await asyncio.gather(*waiting)} == {Unavailable}
+    server.resume()
+
+
 async def test_local_limits_are_the_gateways_part_and_their_refusals_are_genuine(server: RedisServer) -> None:
     limiters = [RedisLimiter(server.url, budget=5) for _ in range(3)]
     for limiter in limiters:

@@ -151,6 +151,12 @@ async def test_a_request_larger_than_the_limit_has_no_time_to_wait_for(limiter: 
     assert "never passes: shorten the prompt or lower max_tokens" in no.message
 
 
+async def test_a_negative_number_of_tokens_is_no_credit(limiter: MemoryLimiter) -> None:
+    charges = ann(tokens_per_minute=600)
+    (await granted(limiter, charges, -500)).settle(-500)
+    assert (await granted(limiter, charges, 1)).quotas()[0].remaining == 599
+
+
 async def test_what_is_given_back_was_never_taken(limiter: MemoryLimiter) -> None:
     charges = ann(qps=1, burst=1, concurrency=1, tokens_per_minute=60)
     for _ in range(5):

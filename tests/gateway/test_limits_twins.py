@@ -123,7 +123,7 @@ step = st.one_of(
         st.just("acquire"), st.integers(0, 1), st.integers(0, 1), st.integers(1, 320), st.integers(0, 3)
     ),
     st.tuples(st.just("acquire"), st.just(0), st.just(0), st.integers(1, 40), st.integers(0, 3)),
-    st.tuples(st.just("settle"), st.integers(0, 99), st.integers(0, 400)),
+    st.tuples(st.just("settle"), st.integers(0, 99), st.sampled_from([0, 1, 40, 400, 3000])),
     st.tuples(st.just("release"), st.integers(0, 99)),
     st.tuples(st.just("give_back"), st.integers(0, 99)),
 )
