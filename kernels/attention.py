@@ -81,7 +81,7 @@ def rope_and_attention(
     sliding_window: int = 0,
 ) -> Tensor:
     """`rope_and_cache`, then `paged_attention` of the rotated queries; arguments as theirs."""
-    if q.is_cuda and batch.num_decodes == len(q):
+    if q.is_cuda and batch.decode_only:
         return rope_and_decode_triton(q, k, v, cos_sin, batch, k_cache, v_cache, scale, sliding_window)
     q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
     return paged_attention(q, k_cache, v_cache, batch, scale, sliding_window)

@@ -43,3 +43,9 @@ class AttentionBatch:
     plans: dict[tuple[Any, ...], Any] = field(
         default_factory=dict
     )  # what a device path derives once a step, for all layers
+
+    @property
+    def decode_only(self) -> bool:
+        """Every row is a decoding sequence's. Counting rows doesn't tell: a graph of few tokens has a place
+        to decode for each of them, and others for chunks."""
+        return len(self.seq_lens) == self.num_decodes == len(self.positions)

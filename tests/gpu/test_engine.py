@@ -80,6 +80,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     [
         {},
         {"enforce_eager": True},
+        {"max_num_batched_tokens": 64},  # chunks in graphs with a place to decode for each of their rows
         {"max_num_batched_tokens": 64, "max_num_seqs": 16},
         {"max_num_seqs": 5},
         {"num_gpu_blocks_override": 48},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -184,6 +185,17 @@ def test_rope_and_cache_on_the_way(interpreted: SimpleNamespace, lengths: list[i
     assert torch.isfinite(out).all()
     torch.testing.assert_close(case.k_cache, k_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
     torch.testing.assert_close(case.v_cache, v_cache, atol=0, rtol=0, equal_nan=True)
+
+
+def test_places_for_chunks_are_no_decode_only_step() -> None:
+    """A graph of few tokens has a place to decode for each of them, and others for chunks behind."""
+    sizes = {"q_heads": 2, "kv_heads": 1, "head_dim": 16, "page_size": 8}
+    assert paged_case([3, 9], [1, 1], **sizes).batch.decode_only
+    assert not paged_case([3, 9], [1, 4], **sizes).batch.decode_only
+    batch = paged_case([0, 0, 9], [1, 1, 2], **sizes).batch
+    shared = dataclasses.replace(batch, positions=batch.positions[-2:], slots=batch.slots[-2:])
+    assert shared.num_decodes == len(shared.positions)
+    assert not shared.decode_only
 
 
 @settings(max_examples=25, deadline=None)
