@@ -5,8 +5,7 @@ generate.
 
 SmolLM2-135M-Instruct in float32, 2 threads, greedy, 64 new tokens a stream, the same prompts for both; three
 interleaved rounds, medians. Tokens per second are all streams' tokens over the time from the first request to
-the last token (for transformers: the whole `generate` call: sdpa attention, KV cache, left padding). Then the
-mixed workload, for the KV pool's waste.
+the last token (for transformers: the whole `generate` call: sdpa attention, KV cache, left padding).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from bench import machine, workload
+from bench import machine
 
 MODEL = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOPICS = [
@@ -219,44 +218,6 @@ def throughput(threads: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def pool_use(threads: int, requests: int) -> dict[str, float | None]:
-    """The mixed workload through a pool that can't hold all of it: waste, and use while somebody waits."""
-    from worker import LLM, SamplingParams
-    from worker.ipc.messages import EngineRequest
-    from worker.request import Step
-
-    with LLM(str(MODEL), device="cpu", threads=threads, kv_cache_memory_bytes="1GiB", max_num_seqs=64) as llm:
-        engine = llm._engine
-        for r in workload.mixed(requests, vocabulary=49_000):
-            params = SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)
-            assert engine.add(EngineRequest(str(r.id), r.prompt, params, 0)) is None
-        scheduler, waste, full = engine.scheduler, [], []
-        schedule = scheduler.schedule
-
-        def watched(now: float) -> Step:
-            step = schedule(now)
-            rows_left = len(scheduler.running) < llm.info.max_num_seqs
-            if scheduler.waiting and rows_left and step.num_tokens < llm.info.max_num_batched_tokens:
-                full.append(scheduler.pool.num_used / scheduler.pool.capacity)  # pages are what is missing
-            return step
-
-        scheduler.schedule = watched  # type: ignore[method-assign]
-        started, tokens = time.perf_counter(), 0
-        while engine.has_work:
-            tokens += sum(len(output.token_ids) for output in engine.step())
-            stats = engine.stats()
-            waste.append((stats.slots_taken - stats.slots_filled) / max(1, stats.slots_taken))
-        return {
-            "requests": requests,
-            "tokens_per_second": tokens / (time.perf_counter() - started),
-            "preemptions": engine.stats().preemptions,
-            "waste_of_taken_slots_mean": statistics.mean(waste),
-            "steps_waiting_for_pages": len(full),
-            "pool_used_while_waiting_median": statistics.median(full) if full else None,
-            "pool_used_while_waiting_p5": sorted(full)[len(full) // 20] if full else None,
-        }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -264,9 +225,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--mixed", type=int, default=100, help="requests of the mixed workload; 0: leave it out"
-    )
     arguments = parser.parse_args()
     result: dict[str, Any] = {
         "machine": machine.describe(),
@@ -274,9 +232,6 @@ def main() -> None:
     }
     print(json.dumps(result), flush=True)
     result["streams"] = throughput(arguments.threads, arguments.rounds)
-    if arguments.mixed:
-        result["mixed"] = pool_use(arguments.threads, arguments.mixed)
-        print(json.dumps(result["mixed"]), flush=True)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

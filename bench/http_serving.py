@@ -65,7 +65,7 @@ def fleet(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _await_ready(process: subprocess.Popen[str], started: float) -> tuple[str, dict[str, float]]:
     """The gateway's URL, and when each phase of the worker's start began, in seconds."""
-    url, phases = "", {}
+    url, phases, event = "", {}, {}
     assert process.stdout is not None
     for line in process.stdout:
         event = json.loads(line)
@@ -74,8 +74,10 @@ def _await_ready(process: subprocess.Popen[str], started: float) -> tuple[str, d
             name = "ready" if event.get("state") == "ready" else event.get("phase") or event.get("state")
             phases.setdefault(name, round(time.perf_counter() - started, 2))
         if event["event"] == "up":
+            if event["failed"]:
+                break
             return url, phases
-    raise RuntimeError("the fleet did not come up")
+    raise RuntimeError(f"the fleet did not come up: {event}")
 
 
 async def one(address: Address, request: workload.Request, origin: float) -> tuple[float, float]:
