@@ -1,6 +1,6 @@
--- The books of all limits. One call carries a list of operations, each done in order:
+-- The books of all limits. ARGV[1] is a list of operations, words with spaces between, each done in order:
 --
---   acquire LEASE TTL N (rate INCREMENT UNIT TOLERANCE | lease LIMIT - -) * N    one key per rule
+--   acquire LEASE TTL N (rate INCREMENT UNIT TOLERANCE | lease LIMIT) * N        one key per rule
 --       checks every rule, and only if all of them admit charges every one.
 --       replies 1 or 0, then per rule its backlog in microseconds or its number of leases
 --   adjust DELTA UNIT TOLERANCE                                                 one key, no reply
@@ -8,20 +8,16 @@
 --   drop N LEASE * N                                                             one key, no reply
 --
 -- Times are integer microseconds of this server's clock, exact in a double. A rate is stored as
--- "TAT UNIT TOLERANCE", see rules.py. The reply is one string: far cheaper for clients than an array.
+-- "TAT UNIT TOLERANCE", see rules.py. One string each way is far cheaper for clients than lists.
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local next_arg, next_key = 0, 0
+local word = string.gmatch(ARGV[1], '%S+')
+local next_key = 0
 local replies = {}
 
-local function arg()
-  next_arg = next_arg + 1
-  return ARGV[next_arg]
-end
-
 local function number()
-  return tonumber(arg())
+  return tonumber(word())
 end
 
 local function key()
@@ -80,11 +76,12 @@ end
 local operations = {}
 
 function operations.acquire()
-  local lease, ttl, count = arg(), number(), number()
+  local lease, ttl, count = word(), number(), number()
   local rules, admitted = {}, true
   for i = 1, count do
-    local rule = { key = key(), kind = arg(), cost = number(), unit = number(), tolerance = number() }
+    local rule = { key = key(), kind = word(), cost = number() }
     if rule.kind == 'rate' then
+      rule.unit, rule.tolerance = number(), number()
       rule.value = present_backlog(rule.key, rule.unit, rule.tolerance)
       admitted = admitted and rule.value + rule.cost <= rule.tolerance
     else
@@ -126,7 +123,7 @@ end
 function operations.hold()
   local name, ttl, count = key(), number(), number()
   for _ = 1, count do
-    hold(name, arg(), ttl)
+    hold(name, word(), ttl)
   end
   keep(name, ttl)
   reply(held(name))
@@ -135,11 +132,11 @@ end
 function operations.drop()
   local name, count = key(), number()
   for _ = 1, count do
-    redis.call('ZREM', name, arg())
+    redis.call('ZREM', name, word())
   end
 end
 
-while next_arg < #ARGV do
-  operations[arg()]()
+for operation in word do
+  operations[operation]()
 end
 return table.concat(replies, ' ')

@@ -95,7 +95,7 @@ class RedisLimiter:
             self._renewal.cancel()
         for lease, rules in list(self._running.items()):
             self.drop(rules, lease)
-        self._channel.post(Operation([self._prefix + GATEWAYS], ["drop", 1, self._id], 0))
+        self._channel.post(Operation([self._prefix + GATEWAYS], f"drop 1 {self._id}", 0))
         await self._channel.aclose()
 
     async def acquire(self, charges: Sequence[Charge], tokens: int = 0) -> Granted | Refused | Unavailable:
@@ -134,8 +134,8 @@ class RedisLimiter:
                 leases = [lease for lease in leases_of[key] if lease in self._running or key == GATEWAYS]
                 if leases:
                     self._only_here.difference_update(leases)
-                    args: list[str | int] = ["hold", self._ttl_us, len(leases), *leases]
-                    holds.append(self._channel.ask(Operation([self._prefix + key], args, 1)))
+                    text = f"hold {self._ttl_us} {len(leases)} {' '.join(leases)}"
+                    holds.append(self._channel.ask(Operation([self._prefix + key], text, 1)))
             answers = await asyncio.gather(*holds)
             if start == 0:
                 self._local.gateways = max(1, answers[0][0])
@@ -143,8 +143,8 @@ class RedisLimiter:
     def adjust(self, rule: RateRule, delta: int) -> None:
         """For `Granted`. While Redis is away nothing is changed: what it holds drains within a burst."""
         if not self._channel.degraded:
-            args: list[str | int] = ["adjust", delta, rule.rate.unit, rule.rate.tolerance]
-            self._channel.post(Operation([self._prefix + rule.key], args, 0))
+            text = f"adjust {delta} {rule.rate.unit} {rule.rate.tolerance}"
+            self._channel.post(Operation([self._prefix + rule.key], text, 0))
 
     def drop(self, rules: Sequence[Rule], lease: str) -> None:
         """For `Granted`. While Redis is away the leases are kept in mind, and freed there later."""
@@ -161,8 +161,8 @@ class RedisLimiter:
             if self._channel.degraded:
                 self._unfreed[rule.key, lease] = rule, time.monotonic() + self._ttl
             else:
-                args: list[str | int] = ["drop", 1, lease]
-                self._channel.post(Operation([self._prefix + rule.key], args, 0, lease, (rule,)))
+                key = self._prefix + rule.key
+                self._channel.post(Operation([key], f"drop 1 {lease}", 0, lease, (rule,)))
 
     def _by_policy(self, charges: Sequence[Charge], tokens: int) -> Granted | Refused | Unavailable:
         if self._on_error == "closed":
@@ -207,15 +207,10 @@ class RedisLimiter:
         return True, taken, values
 
     async def _take(self, rules: Sequence[Rule], lease: str) -> list[int]:
-        keys = []
-        args: list[str | int] = ["acquire", lease, self._ttl_us, len(rules)]
-        for rule in rules:
-            keys.append(self._prefix + rule.key)
-            if isinstance(rule, RateRule):
-                args += ("rate", rule.increment, rule.rate.unit, rule.rate.tolerance)
-            else:
-                args += ("lease", rule.limit, 0, 0)
-        operation = Operation(keys, args, 1 + len(rules), lease, rules)
+        keys = [self._prefix + rule.key for rule in rules]
+        words = " ".join([rule.words for rule in rules])
+        text = f"acquire {lease} {self._ttl_us} {len(rules)} {words}"
+        operation = Operation(keys, text, 1 + len(rules), lease, rules)
         answer = self._channel.ask(operation)
         try:
             return await answer

@@ -44,10 +44,10 @@ class RedisUrlError(ValueError):
 
 @dataclass(slots=True)
 class Operation:
-    """One entry of `limits.lua`'s list; who waits for its replies, and whose lease and rules it is about."""
+    """One entry of `limits.lua`'s list, in its words; who waits for it; whose lease and rules it is about."""
 
     keys: list[str]
-    args: list[str | int]
+    text: str
     replies: int
     lease: str = ""
     rules: Sequence[Rule] = ()
@@ -90,12 +90,12 @@ class RedisLink:
 
     async def _call(self, operations: Sequence[Operation]) -> list[list[int]]:
         keys = [key for operation in operations for key in operation.keys]
-        args = [arg for operation in operations for arg in operation.args]
+        text = " ".join([operation.text for operation in operations])
         try:
-            text = await self._client.execute_command("EVALSHA", self._sha, len(keys), *keys, *args)
+            reply = await self._client.execute_command("EVALSHA", self._sha, len(keys), *keys, text)
         except NoScriptError:
-            text = await self._client.execute_command("EVAL", self._script, len(keys), *keys, *args)
-        numbers = [int(word) for word in text.split()]
+            reply = await self._client.execute_command("EVAL", self._script, len(keys), *keys, text)
+        numbers = [int(word) for word in reply.split()]
         answers, start = [], 0
         for operation in operations:
             answers.append(numbers[start : start + operation.replies])

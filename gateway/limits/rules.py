@@ -68,6 +68,11 @@ class RateRule:
     units: int
     increment: int
 
+    @property
+    def words(self) -> str:
+        """As `limits.lua` reads it."""
+        return f"rate {self.increment} {self.rate.unit} {self.rate.tolerance}"
+
     def admits(self, backlog: int) -> bool:
         return backlog + self.increment <= self.rate.tolerance
 
@@ -98,6 +103,11 @@ class LeaseRule:
     @property
     def kind(self) -> Kind:
         return Kind.CONCURRENCY
+
+    @property
+    def words(self) -> str:
+        """As `limits.lua` reads it."""
+        return f"lease {self.limit}"
 
     def admits(self, held: int) -> bool:
         return held < self.limit
