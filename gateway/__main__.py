@@ -11,15 +11,21 @@ from pathlib import Path
 import click
 
 from gateway.config import ConfigError, load_fleet
+from gateway.identity.errors import StoreUnusable
 from gateway.server import listen, serve
 
 
 @click.command()
 @click.option("--config", required=True, type=click.Path(path_type=Path), help="The fleet file.")
 @click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    help="Where the fleet's API keys and routes are; default: supervisor.state_dir.",
+)
+@click.option(
     "--routes",
     type=click.Path(path_type=Path),
-    help="The supervisor's routes file; default: routes.json in supervisor.state_dir.",
+    help="The supervisor's routes file; default: routes.json in the state directory.",
 )
 @click.option(
     "--fd", type=int, help="Descriptor of an inherited listening socket, in place of host and port."
@@ -29,6 +35,7 @@ from gateway.server import listen, serve
 @click.option("--parent-pid", type=int, help="Ends when this process is no longer its parent.")
 def main(
     config: Path,
+    state_dir: Path | None,
     routes: Path | None,
     fd: int | None,
     host: str | None,
@@ -54,7 +61,12 @@ def main(
         where = f"descriptor {fd}" if fd is not None else f"{host}:{port}"
         click.echo(f"can't listen on {where}: {error.strerror}", err=True)
         sys.exit(2)
-    serve(fleet, routes or fleet.supervisor.state_dir / "routes.json", listener, parent_pid)
+    state_dir = state_dir or fleet.supervisor.state_dir
+    try:
+        serve(fleet, state_dir, routes or state_dir / "routes.json", listener, parent_pid)
+    except StoreUnusable as error:
+        click.echo(str(error), err=True)
+        sys.exit(1)  # not 2: what is busy or unreadable now may be there when the supervisor tries again
 
 
 if __name__ == "__main__":

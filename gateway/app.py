@@ -12,6 +12,7 @@ from contracts.errors import ApiError
 from contracts.headers import REQUEST_ID
 from gateway import errors
 from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
+from gateway.identity.authenticator import Authenticator
 from gateway.inbound import read_head
 from gateway.metrics import Metrics
 from gateway.proxy import Proxy, ProxySettings
@@ -29,18 +30,25 @@ log = logging.getLogger(__name__)
 class Gateway:
     """ASGI application.
 
-    `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file.
+    `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file;
+    `auth`: who may call, closed at the end. Generation and models need a key where keys are needed; what
+    probes and scrapers ask for is open to all who reach the port.
     """
 
     def __init__(
-        self, settings: ProxySettings, configured: Mapping[str, Iterable[str]], routes_path: Path
+        self,
+        settings: ProxySettings,
+        configured: Mapping[str, Iterable[str]],
+        routes_path: Path,
+        auth: Authenticator,
     ) -> None:
+        self._auth = auth
         self.upstream = Upstream()
         self.router = Router(routes_path, configured, self._routes_changed)
         self.metrics = Metrics(self.router)
-        self.proxy = Proxy(self.router, self.upstream, self.metrics, settings)
+        self.proxy = Proxy(self.router, self.upstream, self.metrics, settings, auth)
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
-        self._models = openai.ModelRoutes(self.router)
+        self._models = openai.ModelRoutes(self.router, auth)
         self._proxied = {path: path.encode() for path in (*openai.PROXIED, *native.PROXIED)}
         self._own: dict[str, Handler] = {
             openai.MODELS: self._models.list,
@@ -111,6 +119,7 @@ class Gateway:
         with suppress(asyncio.CancelledError):
             await poll
         self.upstream.close()
+        self._auth.close()
         await send({"type": "lifespan.shutdown.complete"})
 
 

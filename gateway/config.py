@@ -31,6 +31,7 @@ from pydantic_settings import (
 from contracts.options import WorkerOptions
 from contracts.units import ByteSize, Duration
 from gateway.config_check import check_names, check_paths, check_variable, describe
+from gateway.identity.proxies import ForwardedHeader, checked_proxy
 from gateway.yaml_source import KeyPath, Problem, YamlSource, dotted, parse_yaml
 
 ENV_PREFIX = "PAGEFLEET_"
@@ -53,6 +54,16 @@ def _only(allowed: object, hint: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _no_oidc(value: str) -> str:
+    if value == "oidc":
+        raise ValueError("'oidc' is not supported yet; use none or keys")
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def _no_redis(value: str | None) -> str | None:
@@ -107,9 +118,15 @@ class GatewayLimits(_Block):
 
 
 class AuthSettings(_Block):
-    """Who may call."""
+    """Who may call, and whose word on a client's user and address is taken.
 
-    mode: Annotated[Literal["none", "keys", "oidc"], _only("none", "use none")] = "none"
+    `trusted_proxies`: addresses, networks and ``unix:``; `forwarded_header`: the one header of theirs that
+    is read for the address.
+    """
+
+    mode: Annotated[Literal["none", "keys", "oidc"], AfterValidator(_no_oidc)] = "none"
+    trusted_proxies: tuple[Annotated[str, AfterValidator(checked_proxy)], ...] = ()
+    forwarded_header: Annotated[ForwardedHeader, BeforeValidator(_lower)] = "x-forwarded-for"
 
 
 class Timeouts(_Block):
@@ -225,8 +242,13 @@ class FleetFile(BaseSettings):
         return (init_settings,)
 
     def warnings(self) -> list[str]:
-        """One line for each block that is valid but has no effect in this version."""
+        """One line for each setting that is valid but has no effect, in this version or beside the others."""
         lines = []
+        auth = self.gateway.auth
+        if auth.mode == "keys" and auth.trusted_proxies:
+            lines.append("gateway.auth.trusted_proxies has no effect with mode keys: users are those of keys")
+        elif "forwarded_header" in auth.model_fields_set and not auth.trusted_proxies:
+            lines.append("gateway.auth.forwarded_header has no effect without trusted_proxies")
         if "limits" in self.gateway.model_fields_set:
             lines.append("gateway.limits is not enforced yet: requests are not limited")
         for entry in self.models:

@@ -17,7 +17,6 @@ from gateway.errors import body_too_large, length_required, model_missing, unsup
 
 FORWARDED = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-_MAX_USER = 512
 _PROCESS = secrets.token_hex(8).encode()  # with a number, unique over all gateways and restarts
 _serial = itertools.count(1)
 
@@ -47,14 +46,15 @@ class Head:
     length: int | None = None
     framed: bool = False
     encoding: bytes | None = None
-    user: str | None = None
 
 
 @dataclass(slots=True)
 class Inbound:
+    """`user`: what the body says, true or not."""
+
     body: bytes
     model: str
-    user: str
+    user: str | None = None
     model_in_query: bool = False  # the body names none, so the worker must be told beside it
     streams: bool = False  # the answer comes in pieces, so its head comes early
 
@@ -74,8 +74,6 @@ def read_head(scope: Scope) -> Head:
             head.encoding = value
         elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             head.request_id = value
-        elif name == b"x-user-id":
-            head.user = value.decode("latin-1").strip()[:_MAX_USER]
     head.request_id = head.request_id or b"%b-%x" % (_PROCESS, next(_serial))
     head.forwarded = b"".join([b"%s: %s\r\n" % pair for pair in sent.items()])
     return head
@@ -104,12 +102,13 @@ async def read_body(receive: Receive, head: Head, max_body: int) -> bytes:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def parse_body(body: bytes, head: Head, scope: Scope) -> Inbound:
-    """Model name and user; ApiError 400 when the body is no JSON object or names no model."""
+def parse_body(body: bytes, scope: Scope) -> Inbound:
+    """Model name and the like; ApiError 400 when the body is no JSON object or names no model."""
     wanted = _decode(body)
     in_query = not (wanted.model or wanted.model_name)
     streams = wanted.stream is True or scope["path"] == "/generate_stream"
-    return Inbound(body, _model_name(wanted, scope), _user(wanted, head, scope), in_query, streams)
+    user = wanted.user if isinstance(wanted.user, str) else None
+    return Inbound(body, _model_name(wanted, scope), user, in_query, streams)
 
 
 def _decode(body: bytes) -> _Wanted:
@@ -137,13 +136,3 @@ def _model_name(wanted: _Wanted, scope: Scope) -> str:
     if not names:
         raise model_missing()
     return names[0]
-
-
-def _user(wanted: _Wanted, head: Head, scope: Scope) -> str:
-    """Without authentication: the header X-User-Id, else the body's `user`, else the client's address."""
-    if head.user:
-        return head.user
-    if isinstance(wanted.user, str) and wanted.user:
-        return wanted.user[:_MAX_USER]
-    client = scope.get("client")
-    return str(client[0]) if client else "local"

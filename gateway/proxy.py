@@ -19,6 +19,9 @@ from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
 from gateway import errors
 from gateway.asgi import Headers, Message, Receive, Scope, Send
 from gateway.connection import Connection, Timeouts, UpstreamError
+from gateway.identity.authenticator import Authenticator
+from gateway.identity.identity import Identity
+from gateway.identity.proxies import peer_of
 from gateway.inbound import ClientGone, Head, Inbound, parse_body, read_body, read_head
 from gateway.metrics import Metrics
 from gateway.routing import Backend, Router
@@ -50,21 +53,35 @@ class ProxySettings(Protocol):
 class Proxy:
     """Forwards POST requests to the workers of the models they name."""
 
-    def __init__(self, router: Router, upstream: Upstream, metrics: Metrics, settings: ProxySettings) -> None:
+    def __init__(
+        self,
+        router: Router,
+        upstream: Upstream,
+        metrics: Metrics,
+        settings: ProxySettings,
+        auth: Authenticator,
+    ) -> None:
         self.router = router
         self.upstream = upstream
         self.metrics = metrics
         self.settings = settings
+        self._auth = auth
 
     async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; `path` is the route's own, never the client's spelling."""
         head = read_head(scope)
         call = _Call(self, path, head, send)
+        auth, who = self._auth, None
         body_read = False
         try:
+            if not auth.needs_body_user:
+                who = auth.authenticate(scope["headers"], peer_of(scope))
             body = await read_body(receive, head, self.settings.max_body)
             body_read = True
-            await call.run(parse_body(body, head, scope), receive)
+            inbound = parse_body(body, scope)
+            if who is None:
+                who = auth.authenticate(scope["headers"], peer_of(scope), inbound.user)
+            await call.run(inbound, who, receive)
         except ClientGone:
             call.status = CLIENT_LEFT
         except ApiError as error:
@@ -149,16 +166,18 @@ class _Call:
         seconds = time.perf_counter() - self.began
         self.proxy.metrics.done(self.model, target, self.status, seconds, self.overhead)
 
-    async def run(self, inbound: Inbound, receive: Receive) -> None:
+    async def run(self, inbound: Inbound, who: Identity, receive: Receive) -> None:
         """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
         self.ready = time.perf_counter()
-        self.model = self.proxy.router.resolve(inbound.model)
+        model = self.proxy.router.resolve(inbound.model)
+        who.require(inbound.model, model)
+        self.model = model
         if inbound.model_in_query:
             self.path += b"?model=" + quote(inbound.model, safe="").encode()
         loop = asyncio.get_running_loop()
         watch = self.watch = _ClientWatch(loop, receive)
         try:
-            await self._try_targets(inbound, loop.time() + self.proxy.settings.timeouts.total)
+            await self._try_targets(inbound, who.user, loop.time() + self.proxy.settings.timeouts.total)
         except asyncio.CancelledError:
             if not watch.client_left:
                 raise
@@ -169,14 +188,14 @@ class _Call:
 
     # --- attempts
 
-    async def _try_targets(self, inbound: Inbound, ends_at: float) -> None:
+    async def _try_targets(self, inbound: Inbound, user: str, ends_at: float) -> None:
         router = self.proxy.router
         tried: set[str] = set()
         failure: ApiError | None = None
         fresh = False
         for _ in range(MAX_ATTEMPTS):
             try:
-                backend = router.claim(self.model, inbound.user, tried)
+                backend = router.claim(self.model, user, tried)
             except ApiError as error:
                 raise (failure or error) from None
             self.backend = backend

@@ -19,6 +19,7 @@ import uvicorn
 from gateway.app import Gateway
 from gateway.client_protocol import ClientProtocol
 from gateway.config import FleetFile
+from gateway.identity.authenticator import open_authenticator
 
 KEEP_ALIVE_SECONDS = 75  # over nginx's 60, so that nginx is the one who closes
 PARENT_CHECK_SECONDS = 0.5
@@ -107,16 +108,21 @@ def raise_open_files() -> None:
 
 def serve(
     fleet: FleetFile,
+    state_dir: Path,
     routes_path: Path,
     listener: socket.socket,
     parent_pid: int | None = None,
     loop: str = "uvloop",
 ) -> None:
-    """Serves until SIGTERM, SIGINT or the end of `parent_pid`, then finishes what is in flight."""
+    """Serves until SIGTERM, SIGINT or the end of `parent_pid`, then finishes what is in flight.
+
+    `state_dir` holds the keys. StoreUnusable when they are needed and can't be read.
+    """
     settings = fleet.gateway
     raise_open_files()
     limit_silence(listener, settings.timeouts.idle)
-    app = Gateway(settings, {entry.name: entry.aliases for entry in fleet.models}, routes_path)
+    auth = open_authenticator(settings.auth, state_dir)
+    app = Gateway(settings, {entry.name: entry.aliases for entry in fleet.models}, routes_path, auth)
     server = GatewayServer(
         make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop), parent_pid
     )

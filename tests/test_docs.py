@@ -26,6 +26,7 @@ from gateway.app import Gateway
 from gateway.cli import main as pagefleet
 from gateway.config import FleetFile, GatewaySettings, load_fleet
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
+from gateway.identity.authenticator import open_authenticator
 from gateway.routes.openai import MODELS
 from tests.conftest import ROOT
 from worker.config import WorkerConfig, read_config
@@ -156,7 +157,9 @@ def gateway(tmp_path: Path) -> Gateway:
     target = Target(slot="m-0", generation=1, address="unix:/nowhere", state="ready")
     routes = Routes(model="m", epoch=1, targets=(target,))
     write_routes(tmp_path / "routes.json", RoutesFile(epoch=1, models={"m": routes}))
-    return Gateway(GatewaySettings(), {"m": ()}, tmp_path / "routes.json")
+    settings = GatewaySettings()
+    auth = open_authenticator(settings.auth, tmp_path)
+    return Gateway(settings, {"m": ()}, tmp_path / "routes.json", auth)
 
 
 def worker_endpoints(state: ServerState) -> Iterator[str]:

@@ -33,6 +33,7 @@ class ChatError(Exception):
 )
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.6, show_default=True)
 @click.option("--url", help="Address of the gateway; default: the running fleet's.")
+@click.option("--api-key", envvar="PAGEFLEET_API_KEY", show_envvar=True, help="A key, where keys are needed.")
 @click.option("--json", "as_json", is_flag=True, help="With -p: the whole answer as JSON.")
 def chat(
     model: str,
@@ -42,6 +43,7 @@ def chat(
     max_tokens: int | None,
     temperature: float,
     url: str | None,
+    api_key: str | None,
     as_json: bool,
 ) -> None:
     """Chat with a model: interactive, or one question with -p."""
@@ -51,7 +53,9 @@ def chat(
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
     history: list[Message] = [{"role": "system", "content": system}] if system else []
-    with httpx.Client(base_url=url or require_fleet(state).url, timeout=_TIMEOUT, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    base_url = url or require_fleet(state).url
+    with httpx.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT, trust_env=False) as client:
         try:
             if prompt is None:
                 _converse(client, body, history)

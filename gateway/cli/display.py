@@ -130,14 +130,20 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
             "temperature": 0,
         }
     )
+    needs_key = fleet.gateway.auth.mode == "keys"
+    who = "API keys" if needs_key else "none; whoever reaches this address may use it"
+    make_key = f"export PAGEFLEET_API_KEY=$({command(fleet, 'keys', 'create', '--user', 'me')})"
+    key_header = ' -H "authorization: Bearer $PAGEFLEET_API_KEY"' if needs_key else ""
+    curl = f"curl {url}/v1/chat/completions{key_header} -H 'content-type: application/json'"
     lines = [
         "",
         f"pagefleet is up at {url}" + (f", without {', '.join(failed)}" if failed else ""),
         f"models: {models}",
-        "authentication: none; whoever reaches this address may use it",
+        f"authentication: {who}",
         "",
         "try:",
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}",
+        *([f"  {make_key}"] if needs_key else []),
+        f"  {curl} -d {shlex.quote(body)}",
         f"  {command(fleet, 'chat', fleet.models[0].name)}",
         "",
         stop_hint,

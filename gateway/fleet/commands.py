@@ -81,10 +81,10 @@ class Commands:
             *option_flags(entry.worker),
         ]
 
-    def gateway(self, config: Path, routes: Path, fd: int) -> list[str]:
+    def gateway(self, config: Path, state_dir: Path, fd: int) -> list[str]:
         return [
             *PYTHON,
             "gateway",
-            *("--config", str(config), "--routes", str(routes)),
+            *("--config", str(config), "--state-dir", str(state_dir)),
             *("--fd", str(fd), "--parent-pid", str(self._parent)),
         ]

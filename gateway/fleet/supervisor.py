@@ -152,7 +152,7 @@ class Supervisor:
             slot=GATEWAY_SLOT,
             role="gateway",
             log=self.state.log(GATEWAY_SLOT),
-            launch=lambda generation: self._commands.gateway(self.state.config, self.state.routes, fd),
+            launch=lambda generation: self._commands.gateway(self.state.config, self.state.root, fd),
             probe=lambda generation: GatewayProbe(self.url),
             fds=(fd,),
         )

@@ -5,17 +5,30 @@ from __future__ import annotations
 import hmac
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, Protocol
 
 from gateway.asgi import Headers
 from gateway.identity import errors
 from gateway.identity.identity import MAX_USER, Identity
 from gateway.identity.keyring import KeyRing
-from gateway.identity.proxies import Peer, TrustedProxies
+from gateway.identity.proxies import ForwardedHeader, Peer, TrustedProxies
 from gateway.identity.secret import KEY, digest
 from gateway.identity.store import KEYS_FILE
 
 log = logging.getLogger(__name__)
+
+
+class AuthSettings(Protocol):
+    """The part of the fleet file that says who may call."""
+
+    @property
+    def mode(self) -> Literal["none", "keys", "oidc"]: ...
+    @property
+    def trusted_proxies(self) -> Iterable[str]: ...
+    @property
+    def forwarded_header(self) -> ForwardedHeader: ...
 
 
 class Authenticator:
@@ -49,6 +62,14 @@ class Authenticator:
     def close(self) -> None:
         if self._ring is not None:
             self._ring.close()
+
+
+def open_authenticator(settings: AuthSettings, state_dir: Path) -> Authenticator:
+    """As the fleet file says, to be closed. StoreUnusable when keys are asked for and can't be read."""
+    proxies = TrustedProxies(settings.trusted_proxies, settings.forwarded_header)
+    if settings.mode == "none":
+        return without_keys(proxies)
+    return with_keys(proxies, state_dir)
 
 
 def without_keys(proxies: TrustedProxies) -> Authenticator:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from gateway.asgi import Headers
+from gateway.asgi import Headers, Scope
 
 ForwardedHeader = Literal["x-forwarded-for", "forwarded"]
 Peer = tuple[str, int] | None  # as ASGI's scope has it; None: a Unix socket
@@ -31,6 +31,7 @@ _WITH_PORT = re.compile(r"\[([^\[\]]+)\](?::\d{1,5})?|([\d.]+):\d{1,5}")
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _QUOTED = rb'"(?:[^"\\]|\\.)*"'
 _PAIR = re.compile(rb'\s*(%b)=(%b|[^\s",;=]+)\s*(?:;|$)' % (_TOKEN, _QUOTED))
+_GONE = ("unknown", 0)
 _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 
 
@@ -100,6 +101,23 @@ class TrustedProxies:
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
         return Origin(str(address), any(address in network for network in self._networks))
+
+
+def peer_of(scope: Scope) -> Peer:
+    """Who is at the other end of a request's connection.
+
+    uvicorn says None for a TCP peer too, one that was gone at once: it must not pass for a Unix socket's.
+    """
+    client: Peer = scope.get("client")
+    server = scope.get("server")
+    if client is None and server is not None and server[1] is not None:
+        return _GONE
+    return client
+
+
+def checked_proxy(name: str) -> str:
+    """An address or network in its usual form, or ``unix:``; ValueError for what can't be trusted."""
+    return name if name == UNIX else str(_network(name))
 
 
 def _x_forwarded_for(parts: list[bytes]) -> bytes:

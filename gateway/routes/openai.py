@@ -5,6 +5,9 @@ from __future__ import annotations
 from contracts.errors import model_not_found
 from gateway.asgi import Scope, Send, send_json
 from gateway.errors import send_error
+from gateway.identity.authenticator import Authenticator
+from gateway.identity.identity import Identity
+from gateway.identity.proxies import peer_of
 from gateway.routing import Router
 
 PROXIED = ("/v1/chat/completions", "/v1/completions")
@@ -12,22 +15,31 @@ MODELS = "/v1/models"
 
 
 class ModelRoutes:
-    """``GET /v1/models`` and ``GET /v1/models/{id}``, the id with or without slashes."""
+    """``GET /v1/models`` and ``GET /v1/models/{id}``, the id with or without slashes.
 
-    def __init__(self, router: Router) -> None:
+    A caller sees the models that it may use; ApiError 401 for one without a good key, where keys are needed.
+    """
+
+    def __init__(self, router: Router, auth: Authenticator) -> None:
         self._router = router
+        self._auth = auth
 
     async def list(self, scope: Scope, send: Send) -> None:
-        data = [_card(name, model) for name, model in self._router.models()]
+        who = self._caller(scope)
+        data = [_card(name, model) for name, model in self._router.models() if who.may_use(name, model)]
         await send_json(send, 200, {"object": "list", "data": data})
 
     async def get(self, scope: Scope, send: Send) -> None:
+        who = self._caller(scope)
         name = scope["path"].removeprefix(MODELS + "/")
         for known, model in self._router.models():
-            if known == name:
+            if known == name and who.may_use(name, model):
                 await send_json(send, 200, _card(name, model))
                 return
         await send_error(send, model_not_found(name))
+
+    def _caller(self, scope: Scope) -> Identity:
+        return self._auth.authenticate(scope["headers"], peer_of(scope))
 
 
 def _card(name: str, model: str) -> dict[str, object]:

@@ -36,7 +36,7 @@ class FakeCommands:
         place = ["--uds", str(uds), "--slot", slot.name, "--generation", str(generation)]
         return [sys.executable, "-I", "-S", SCRIPT, "worker", slot.entry.name, *place]
 
-    def gateway(self, config: Path, routes: Path, fd: int) -> list[str]:
+    def gateway(self, config: Path, state_dir: Path, fd: int) -> list[str]:
         return [sys.executable, "-I", "-S", SCRIPT, "gateway", self._gateway, "--fd", str(fd)]
 
 

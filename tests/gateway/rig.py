@@ -13,6 +13,7 @@ import httpx
 from gateway.app import Gateway
 from gateway.config import GatewaySettings
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
+from gateway.identity.authenticator import open_authenticator
 from gateway.server import GatewayServer, listen, make_config
 from tests.gateway.fake_worker import FakeWorker
 
@@ -57,7 +58,8 @@ class Rig:
     async def running(self) -> AsyncIterator[Rig]:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
-        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path)
+        auth = open_authenticator(self.settings.auth, self.folder)
+        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth)
         self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1))
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)

@@ -265,8 +265,35 @@ CASES = {
         ":2: gateway.redis_url: Redis is not supported yet; leave redis_url null",
     ),
     "auth": (
-        "gateway: {auth: {mode: keys}}\n" + GOOD,
-        ":1: gateway.auth.mode: 'keys' is not supported yet; use none",
+        "gateway: {auth: {mode: oidc}}\n" + GOOD,
+        ":1: gateway.auth.mode: 'oidc' is not supported yet; use none or keys",
+    ),
+    "auth that nobody knows": (
+        "gateway: {auth: {mode: key}}\n" + GOOD,
+        ":1: gateway.auth.mode: Input should be 'none', 'keys' or 'oidc', not 'key'",
+    ),
+    "trusted proxy": (
+        "gateway:\n  auth:\n    trusted_proxies:\n      - 10.0.0.0/8\n      - 10.0.0.1/8\n" + GOOD,
+        ":5: gateway.auth.trusted_proxies[1]: '10.0.0.1/8' is no trusted proxy: 10.0.0.1/8 has host bits set; "
+        "write an address, a network such as 10.0.0.0/8, or unix: for peers on a Unix socket",
+    ),
+    "trusted proxy by name": (
+        "gateway: {auth: {trusted_proxies: [nginx]}}\n" + GOOD,
+        ":1: gateway.auth.trusted_proxies[0]: 'nginx' is no trusted proxy: 'nginx' does not appear to be an "
+        "IPv4 or IPv6 network; write an address, a network such as 10.0.0.0/8, or unix: for peers on a Unix "
+        "socket",
+    ),
+    "trusted proxies that are no list": (
+        "gateway: {auth: {trusted_proxies: 10.0.0.1}}\n" + GOOD,
+        ":1: gateway.auth.trusted_proxies: must be a list, not '10.0.0.1'",
+    ),
+    "unix: without quotes": (
+        "gateway: {auth: {trusted_proxies: [unix:]}}\n" + GOOD,
+        ":1: gateway.auth.trusted_proxies[0]: must be text; put it in quotes",
+    ),
+    "forwarded header": (
+        "gateway: {auth: {forwarded_header: x-real-ip}}\n" + GOOD,
+        ":1: gateway.auth.forwarded_header: Input should be 'x-forwarded-for' or 'forwarded', not 'x-real-ip'",
     ),
     "processes": (
         "gateway: {processes: 4}\n" + GOOD,
