@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LARGEST_BATCH = 64
 SPARE_TURNS = 5
+# Operations that nobody waits for go along with the next that somebody does, or alone after this time.
+COMPANY_S = 0.002
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 
 
@@ -51,6 +53,8 @@ class RedisChannel:
         self._budget = budget
         self._probe_key = probe_key
         self._waiting: deque[Operation] = deque()
+        self._urgent = False
+        self._timer: asyncio.TimerHandle | None = None
         self._pumping: asyncio.Task[None] | None = None
         self._repairing: asyncio.Task[None] | None = None
 
@@ -68,13 +72,15 @@ class RedisChannel:
             await self._owner.well_again()
 
     async def aclose(self) -> None:
-        """Sends what waits, then closes the connections."""
+        """Sends what waits, then closes the connections; it counts as degraded from then on."""
+        self._send()
         if self._pumping is not None:
             await asyncio.wait((self._pumping,), timeout=CONNECT_S)
             self._pumping.cancel()
             await asyncio.wait((self._pumping,))
         if self._repairing is not None:
             self._repairing.cancel()
+        self.reason = "closed"
         await self._link.aclose()
 
     def ask(self, operation: Operation) -> asyncio.Future[list[int]]:
@@ -82,19 +88,29 @@ class RedisChannel:
         if self.reason is not None:
             raise RedisFault
         operation.answer = asyncio.get_running_loop().create_future()
-        self.post(operation)
+        self._waiting.append(operation)
+        self._send()
         return operation.answer
 
     def post(self, operation: Operation) -> None:
-        """Sends what needs no answer."""
+        """Sends what needs no answer, a little later; before anything that is asked after it."""
         if self.reason is None:
             self._waiting.append(operation)
-            if self._pumping is None or self._pumping.done():
-                self._pumping = asyncio.create_task(self._pump())
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(COMPANY_S, self._send)
+
+    def _send(self) -> None:
+        self._urgent = bool(self._waiting)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._urgent and (self._pumping is None or self._pumping.done()):
+            self._pumping = asyncio.create_task(self._pump())
 
     async def _pump(self) -> None:
-        while self._waiting:
+        while self._urgent:
             first = [self._waiting.popleft() for _ in range(min(LARGEST_BATCH, len(self._waiting)))]
+            self._urgent = bool(self._waiting)
             batch = [one for one in first if one.answer is None or not one.answer.cancelled()]
             try:
                 answers = await self._within_budget(self._link.run(batch)) if batch else []
@@ -133,6 +149,7 @@ class RedisChannel:
         self.faults += 1
         failed = [*sent, *self._waiting]
         self._waiting.clear()
+        self._urgent = False
         if failed:  # of a cluster, only the server of some keys may be away
             key = failed[0].keys[0]
             self._probe_key = f"{key[: key.index('{')]}{slot_tag(key)}:probe"

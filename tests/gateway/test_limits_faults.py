@@ -344,9 +344,17 @@ async def test_closing_while_redis_hangs_ends(server: RedisServer) -> None:
 async def test_closing_frees_what_the_gateway_holds(server: RedisServer) -> None:
     limiter = RedisLimiter(server.url)
     await limiter.start()
-    assert isinstance(await limiter.acquire(ann(concurrency=1)), Granted)
+    late = await limiter.acquire(ann(concurrency=1, tokens_per_minute=600), 100)
+    assert isinstance(late, Granted)
     assert leases(server) == 1
     await limiter.aclose()
     with server.client() as client:
         assert client.zcard("pagefleet:{gateways}") == 0
+        assert len(client.client_list()) == 1
     assert leases(server) == 0
+    late.settle(1)
+    late.release()
+    assert isinstance(await limiter.acquire(ann(concurrency=1)), Granted)
+    await asyncio.sleep(0.05)
+    with server.client() as client:
+        assert len(client.client_list()) == 1

@@ -89,7 +89,7 @@ class Twins:
         patient = script.replace("+ 1000)", "+ 600000)")  # keys live by the real clock
         assert SCRIPT != script != patient
         self.redis = RedisLimiter(redis.url, budget=30, lease_ttl=3600, script=patient)
-        self.run(self.set_clock(START))
+        self.client.mset({"seconds": START // SECOND, "micros": START % SECOND})
         self.run(self.redis.start())
         assert not self.redis.degraded
 
@@ -103,9 +103,7 @@ class Twins:
         self.server.__exit__(None, None, None)
 
     async def set_clock(self, now: int) -> None:
-        channel = self.redis._channel
-        while channel._pumping is not None and not channel._pumping.done():
-            await asyncio.sleep(0)
+        await self.redis.renew()  # comes after all that was to be settled and released
         self.now = now
         self.client.mset({"seconds": now // SECOND, "micros": now % SECOND})
 
