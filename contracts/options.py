@@ -71,7 +71,8 @@ class WorkerOptions(BaseModel):
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of random: weights.")
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="CPU threads of the engine; default: the cores this process may use."
+        None,
+        description="CPU threads of the engine; default: all cores, shared out in a fleet.",
     )
     max_waiting: Annotated[int, Field(ge=1)] = Field(
         1024, description="Requests that may wait; beyond it 503 with Retry-After."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -57,11 +58,26 @@ def option_flags(options: WorkerOptions) -> list[str]:
     return flags
 
 
+def _takes_any_core(entry: ModelEntry) -> bool:
+    return entry.worker.threads is None and entry.worker.device != "cuda"
+
+
+def _shared_threads(fleet: FleetFile) -> int | None:
+    """Threads of each of several workers that may compute on the CPU and say nothing about it.
+
+    On the same cores they would wait for each other at every barrier: two workers of two threads on two cores
+    were nine times as slow as two of one.
+    """
+    workers = sum(_takes_any_core(slot.entry) for slot in slots_of(fleet))
+    return max(1, len(os.sched_getaffinity(0)) // workers) if workers > 1 else None
+
+
 class Commands:
     """Builds the command lines of a fleet. `parent` is the supervisor, whose end ends them all."""
 
     def __init__(self, parent: int, fleet: FleetFile) -> None:
         self._parent = parent
+        self._threads = _shared_threads(fleet)
         self._common = [
             *("--shutdown-timeout", str(fleet.supervisor.drain_timeout)),
             *("--stall-limit", str(fleet.supervisor.stall_timeout)),
@@ -70,6 +86,9 @@ class Commands:
 
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         entry = slot.entry
+        options = entry.worker
+        if _takes_any_core(entry):
+            options = options.model_copy(update={"threads": self._threads})
         return [
             *PYTHON,
             "worker",
@@ -78,7 +97,7 @@ class Commands:
             *("--uds", str(uds), "--slot", slot.name, "--generation", str(generation)),
             *("--parent-pid", str(self._parent)),
             *self._common,
-            *option_flags(entry.worker),
+            *option_flags(options),
         ]
 
     def gateway(self, config: Path, state_dir: Path, fd: int) -> list[str]:

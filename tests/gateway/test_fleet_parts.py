@@ -61,6 +61,27 @@ def test_the_worker_reads_its_command_line_as_the_file_said(
     assert (config.shutdown_timeout, config.stall_limit, config.max_body) == (7.5, 300, 100 << 20)
 
 
+def test_workers_on_the_cpu_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(*workers: str, replicas: int = 1) -> list[int | None]:
+        path = tmp_path / "fleet.yaml"
+        models = (
+            f"{{name: m{i}, source: o/n, replicas: {replicas}, worker: {worker}}}"
+            for i, worker in enumerate(workers)
+        )
+        path.write_text(f"models: [{', '.join(models)}]")
+        fleet = load_fleet(path)
+        commands = Commands(1, fleet)
+        argvs = [commands.worker(slot, 1, Path("/run/m.sock")) for slot in slots_of(fleet)]
+        return [read_config(argv[4:]).threads for argv in argvs]
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert threads("{}") == [None]
+    assert threads("{}", "{device: cpu}") == [4, 4]
+    assert threads("{}", "{threads: 7}", "{device: cuda}", "{}") == [4, 7, None, 4]
+    assert threads("{}", replicas=3) == [2, 2, 2]
+    assert threads("{}", replicas=20) == [1] * 20
+
+
 def test_defaults_make_no_flags() -> None:
     assert option_flags(WorkerOptions.model_validate({})) == []
 
