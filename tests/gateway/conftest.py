@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
-_ON_UVLOOP = ("upstream", "proxy", "streams", "retry", "disconnect", "app", "server")
+_ON_UVLOOP = ("upstream", "proxy", "streams", "retry", "disconnect", "app", "server", "auth")
 
 
 def pytest_asyncio_loop_factories(

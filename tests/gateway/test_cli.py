@@ -148,6 +148,17 @@ def test_words_for_a_start(fleet: Path) -> None:
     assert describe(status).endswith("a-0: starting: weights")
 
 
+def test_the_banner_says_who_may_call(fleet: Path) -> None:
+    text = banner(load_fleet(fleet), "http://x", [], "")
+    assert "authentication: none; whoever reaches this address may use it\n" in text
+    assert "KEY" not in text
+    fleet.write_text(FLEET.replace("port: 0", "port: 0, auth: {mode: keys}"))
+    text = banner(load_fleet(fleet), "http://x", [], "")
+    assert "authentication: API keys\n" in text
+    assert "  export PAGEFLEET_API_KEY=$(pagefleet keys create --user me)\n" in text
+    assert ' -H "authorization: Bearer $PAGEFLEET_API_KEY" ' in text
+
+
 @pytest.mark.parametrize(
     ("started_as", "shown"),
     [

@@ -81,6 +81,26 @@ models:
     assert [line.split()[0] for line in fleet.warnings()] == ["gateway.limits", "limits", "golden", "judge"]
 
 
+def test_who_may_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        tmp_path,
+        "gateway: {auth: {trusted_proxies: [10.0.0.0/8, '::1', 'unix:'], forwarded_header: Forwarded}}\n"
+        + GOOD,
+    )
+    fleet = load_fleet(path)
+    assert fleet.gateway.auth.mode == "none"
+    assert fleet.gateway.auth.trusted_proxies == ("10.0.0.0/8", "::1/128", "unix:")
+    assert fleet.gateway.auth.forwarded_header == "forwarded"
+    assert fleet.warnings() == []
+    monkeypatch.setenv("PAGEFLEET_GATEWAY__AUTH__MODE", "keys")
+    (warning,) = load_fleet(path).warnings()
+    assert warning.startswith("gateway.auth.trusted_proxies has no effect")
+    monkeypatch.setenv("PAGEFLEET_GATEWAY__AUTH__MODE", "none")
+    monkeypatch.setenv("PAGEFLEET_GATEWAY__AUTH__TRUSTED_PROXIES", "[]")
+    (warning,) = load_fleet(path).warnings()
+    assert warning.startswith("gateway.auth.forwarded_header has no effect")
+
+
 def test_model_options_win_over_defaults(tmp_path: Path) -> None:
     fleet = load_fleet(
         write(
@@ -274,8 +294,8 @@ CASES = {
     ),
     "trusted proxy": (
         "gateway:\n  auth:\n    trusted_proxies:\n      - 10.0.0.0/8\n      - 10.0.0.1/8\n" + GOOD,
-        ":5: gateway.auth.trusted_proxies[1]: '10.0.0.1/8' is no trusted proxy: 10.0.0.1/8 has host bits set; "
-        "write an address, a network such as 10.0.0.0/8, or unix: for peers on a Unix socket",
+        ":5: gateway.auth.trusted_proxies[1]: '10.0.0.1/8' is no trusted proxy: 10.0.0.1/8 has host bits "
+        "set; write an address, a network such as 10.0.0.0/8, or unix: for peers on a Unix socket",
     ),
     "trusted proxy by name": (
         "gateway: {auth: {trusted_proxies: [nginx]}}\n" + GOOD,
@@ -293,7 +313,8 @@ CASES = {
     ),
     "forwarded header": (
         "gateway: {auth: {forwarded_header: x-real-ip}}\n" + GOOD,
-        ":1: gateway.auth.forwarded_header: Input should be 'x-forwarded-for' or 'forwarded', not 'x-real-ip'",
+        ":1: gateway.auth.forwarded_header: Input should be 'x-forwarded-for' or 'forwarded', not "
+        "'x-real-ip'",
     ),
     "processes": (
         "gateway: {processes: 4}\n" + GOOD,
