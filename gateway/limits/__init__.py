@@ -10,7 +10,8 @@ a killed gateway held returns by itself, which a counter can't do.
 
 **Use.**
 
-    limiter = RedisLimiter("redis://127.0.0.1:6379/0")      # or MemoryLimiter()
+    from gateway.limits.redis_limiter import RedisLimiter      # loads the client library: where it is needed
+    limiter = RedisLimiter("redis://127.0.0.1:6379/0")          # or MemoryLimiter()
     await limiter.start()
     charges = [Charge.of_user("ann", limit), Charge.of_model("llama", other)]
     answer = await limiter.acquire(charges, tokens=900)
@@ -23,10 +24,8 @@ a killed gateway held returns by itself, which a counter can't do.
 `Refused` becomes a 429, `Unavailable` a 503. All times are integer microseconds inside and seconds outside.
 """
 
-from gateway.limits.limiter import Charge, Granted, Limit, Limiter, Quota, Refused, Unavailable
+from gateway.limits.limiter import Charge, Granted, Limit, Limiter, LimiterState, Quota, Refused, Unavailable
 from gateway.limits.memory import MemoryLimiter
-from gateway.limits.redis_limiter import LimiterState, RedisLimiter
-from gateway.limits.redis_link import RedisUrlError
 from gateway.limits.rules import Kind, Scope
 
 __all__ = [
@@ -38,8 +37,6 @@ __all__ = [
     "LimiterState",
     "MemoryLimiter",
     "Quota",
-    "RedisLimiter",
-    "RedisUrlError",
     "Refused",
     "Scope",
     "Unavailable",

@@ -239,8 +239,22 @@ class Unavailable:
     retry_after: float
 
 
+@dataclass(frozen=True, slots=True)
+class LimiterState:
+    """For metrics and logs. `degraded`: the policy decides instead of Redis, for `reason`; `gateways`: last
+    number known to share the limits; `faults` of Redis since the start."""
+
+    degraded: bool
+    reason: str | None
+    gateways: int
+    faults: int
+
+
 class Limiter(Protocol):
     """Both limiters. `tokens`: prompt and `max_tokens`, reserved until `settle`."""
+
+    @property
+    def state(self) -> LimiterState: ...
 
     async def start(self) -> None: ...
 

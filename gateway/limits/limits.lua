@@ -110,8 +110,6 @@ function operations.adjust()
   if tat then
     delta = math.ceil(delta * old_unit / unit)
     unit, tolerance = old_unit, old_tolerance
-  elseif delta <= 0 then
-    return
   end
   local backlog = (tat or now) - now
   if delta > 0 then

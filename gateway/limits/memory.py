@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from gateway.limits.limiter import Charge, Granted, Refused, refusal, rules_of
+from gateway.limits.limiter import Charge, Granted, LimiterState, Refused, refusal, rules_of
 from gateway.limits.rules import LeaseRule, RateRule, Rule, present_backlog
 
 # Each decision looks at so many of the entries that were looked at least recently, and forgets the idle ones.
@@ -31,6 +31,10 @@ class MemoryLimiter:
         self._max_entries = max_entries
         self._rates: OrderedDict[str, tuple[int, int, int]] = OrderedDict()
         self._held: dict[str, int] = {}
+
+    @property
+    def state(self) -> LimiterState:
+        return LimiterState(False, None, self.gateways, 0)
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -85,8 +89,6 @@ class MemoryLimiter:
         if stored is not None:
             delta = math.ceil(float(delta) * float(stored[1]) / float(unit))
             unit, tolerance = stored[1], stored[2]
-        elif delta <= 0:
-            return
         backlog = (stored[0] if stored else now) - now
         if delta > 0:
             backlog = max(backlog, 0)

@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LARGEST_BATCH = 64
-SPARE_TURNS = 5
 # Operations that nobody waits for go along with the next that somebody does, or alone after this time.
 COMPANY_S = 0.002
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
@@ -128,14 +127,10 @@ class RedisChannel:
                     operation.answer.set_result(numbers)
 
     async def _within_budget(self, call: Coroutine[Any, Any, T]) -> T:
+        # Not asyncio.timeout: after the gateway was held up itself, that cancels a call that is answered.
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait((task,), timeout=self._budget)
-            # A gateway that was itself held up finds its timer due beside an answer that has long been there.
-            for _ in range(SPARE_TURNS):
-                if task.done():
-                    break
-                await asyncio.sleep(0)
             if task.done():
                 return task.result()
             raise TimeoutError

@@ -9,10 +9,9 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from gateway.limits.limiter import Charge, Granted, Refused, Unavailable, refusal, rules_of
+from gateway.limits.limiter import Charge, Granted, LimiterState, Refused, Unavailable, refusal, rules_of
 from gateway.limits.memory import MemoryLimiter
 from gateway.limits.redis_channel import LAST_RETRY_S, RedisChannel, RedisFault
 from gateway.limits.redis_link import SCRIPT, Operation, RedisLink, slot_tag
@@ -21,16 +20,6 @@ from gateway.limits.rules import SECOND, LeaseRule, RateRule, Rule, Scope
 Policy = Literal["local", "open", "closed"]
 RENEWED_AT_ONCE = 32
 GATEWAYS = "{gateways}"
-
-
-@dataclass(frozen=True, slots=True)
-class LimiterState:
-    """For metrics and logs. `gateways`: last number known to share the limits; `faults`: since the start."""
-
-    degraded: bool
-    reason: str | None
-    gateways: int
-    faults: int
 
 
 class RedisLimiter:

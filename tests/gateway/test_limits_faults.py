@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
-from gateway.limits import Charge, Granted, Limit, RedisLimiter, RedisUrlError, Refused, Unavailable
+from gateway.limits import Charge, Granted, Limit, Refused, Unavailable
+from gateway.limits.redis_limiter import RedisLimiter
+from gateway.limits.redis_link import RedisUrlError
 from tests.gateway.redis_server import RedisServer, free_port, running
 
 pytestmark = pytest.mark.redis
@@ -117,13 +120,22 @@ async def test_a_paused_redis_costs_no_request_more_than_the_budget(server: Redi
     await limiter.aclose()
 
 
-async def test_a_gateway_that_was_held_up_itself_does_not_blame_redis(server: RedisServer) -> None:
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_gateway_that_was_held_up_itself_does_not_blame_redis(
+    server: RedisServer, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(held_up(server))
+
+
+async def held_up(server: RedisServer) -> None:
     limiter = RedisLimiter(server.url)
     await limiter.start()
     for _ in range(5):
+        server.pause()
         waiting = asyncio.create_task(limiter.acquire(ann(qps=1000)))
-        for _ in range(4):  # it is sent
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        server.resume()
         time.sleep(0.15)  # noqa: ASYNC251
         assert isinstance(await waiting, Granted)
     assert limiter.state.faults == 0

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits import Charge, Granted, Kind, Limit, MemoryLimiter, Refused, Scope
+from gateway.limits import Charge, Granted, Kind, Limit, Limiter, MemoryLimiter, Refused, Scope
 from gateway.limits.limiter import rules_of
+from gateway.limits.redis_limiter import RedisLimiter
 
 SECOND = 1_000_000
 
@@ -248,3 +249,10 @@ def test_names_can_neither_move_a_key_nor_make_it_long() -> None:
         assert len(user.key) < 220
         keys |= {user.key, key.key}
     assert len(keys) == 2 * len(names)
+
+
+async def test_both_limiters_are_the_same_to_their_users(limiter: MemoryLimiter) -> None:
+    both: list[Limiter] = [limiter, RedisLimiter("unix:///nowhere")]
+    for one in both:
+        assert one.state.gateways == 1
+        await one.aclose()

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import Charge, Granted, Kind, Limit, MemoryLimiter, RedisLimiter, Refused
+from gateway.limits import Charge, Granted, Kind, Limit, MemoryLimiter, Refused
+from gateway.limits.redis_limiter import RedisLimiter
 from gateway.limits.redis_link import SCRIPT
 from tests.gateway.redis_server import running
 
@@ -201,7 +202,7 @@ class History:
             theirs.give_back()
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=70, deadline=None, database=None)
 @given(steps=st.lists(step, min_size=12, max_size=40))
 def test_random_histories_end_the_same_in_redis_in_memory_and_in_the_model(
     twins: Twins, steps: list[tuple[Any, ...]]
@@ -209,7 +210,7 @@ def test_random_histories_end_the_same_in_redis_in_memory_and_in_the_model(
     twins.run(History(twins, changing=False).play(steps))
 
 
-@settings(max_examples=80, deadline=None, database=None)
+@settings(max_examples=50, deadline=None, database=None)
 @given(steps=st.lists(step, min_size=12, max_size=40))
 def test_random_histories_with_changing_limits_end_the_same_in_redis_and_in_memory(
     twins: Twins, steps: list[tuple[Any, ...]]
