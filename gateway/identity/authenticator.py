@@ -41,7 +41,8 @@ class Authenticator:
     def __init__(self, proxies: TrustedProxies, ring: KeyRing | None = None) -> None:
         self.proxies = proxies
         self._ring = ring
-        self.needs_body_user = ring is None and not proxies
+        self._proxied = bool(proxies)
+        self.needs_body_user = ring is None and not self._proxied
 
     def authenticate(self, headers: Headers, peer: Peer, body_user: str | None = None) -> Identity:
         """ApiError 401 `invalid_api_key` for a caller without a good key.
@@ -52,7 +53,7 @@ class Authenticator:
         """
         if self._ring is not None:
             return _holder(self._ring, headers)
-        if not self.proxies:
+        if not self._proxied:
             user = _claimed_user(headers) or (body_user or "")[:MAX_USER]
             return Identity(user or self.proxies.origin(headers, peer).address)
         origin = self.proxies.origin(headers, peer)

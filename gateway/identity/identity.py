@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -29,8 +28,7 @@ class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
 NO_LIMITS = KeyLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """One caller. `key_id`: None without a key; `models`: the names that may be used, None for all."""
 
     user: str

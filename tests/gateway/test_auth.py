@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from contracts.errors import model_not_found
 from gateway.cli import main as pagefleet
+from gateway.identity import keyring
 from gateway.identity.keyring import POLL_EVERY
 from gateway.identity.proxies import peer_of
 from gateway.identity.secret import new_key
@@ -237,6 +238,36 @@ async def test_rotation_with_grace(store: KeyStore, tmp_path: Path) -> None:
         assert (await rig.post(headers=bearer(newest))).status_code == 200
 
 
+async def test_keys_that_cannot_be_read_for_long(
+    store: KeyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A while they go on as they are known; then nobody gets in, until they can be read again."""
+    monkeypatch.setattr(keyring, "UNREADABLE_LIMIT", 1.0)
+    _, key = store.create("alice")
+    _, listed = store.create("bob")
+    path, kept = tmp_path / KEYS_FILE, tmp_path / "kept"
+    kept.mkdir()
+    async with one_worker(tmp_path, **KEYS) as rig:
+        move(tmp_path, kept)
+        path.write_bytes(b"no keys in here" * 1000)
+        await seen()
+        began = time.monotonic()
+        statuses = {200}
+        while statuses == {200}:
+            statuses = {(await rig.post(headers=bearer(good))).status_code for good in (key, listed)}
+            assert time.monotonic() - began < 30
+        assert time.monotonic() - began > 0.9
+        refused = await rig.post(headers=bearer(key))
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "keys_unavailable")
+        assert refused.headers["retry-after"] == "5"
+        assert (await rig.client.get("/v1/models", headers=bearer(key))).status_code == 503
+        assert (await rig.post(headers=bearer("sk-1"))).status_code == 401
+        assert (await rig.client.get("/health")).status_code == 200
+        move(kept, tmp_path)
+        await seen()
+        assert (await rig.post(headers=bearer(key))).status_code == 200
+
+
 # --- processes
 
 
@@ -274,6 +305,12 @@ async def clients_of(
         async with contextlib.AsyncExitStack() as stack:
             clients = [httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) for url in urls()]
             yield [await stack.enter_async_context(client) for client in clients]
+
+
+def move(source: Path, destination: Path) -> None:
+    """The store with the files that belong to it, over what is there; the gateway never finds it in part."""
+    for file in sorted(source.glob(f"{KEYS_FILE}*"), key=lambda file: file.name == KEYS_FILE):
+        file.replace(destination / file.name)
 
 
 def written(folder: Path, pattern: str) -> bytes:
