@@ -79,9 +79,16 @@ def _request_rate(qps: float, burst: int | None) -> Rate:
     return Rate.of(1, math.ceil(SECOND / qps), burst)
 
 
+def _plain(name: str) -> str:
+    """A name as part of a Redis key: short, and without braces, which would move the hash tag."""
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    return "~" + hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One subject that a request is charged to. A request's charges name distinct subjects.
+    """One subject that a request is charged to. A request's charges name distinct subjects. Any name will do.
 
     `group`: charges of one group live in one slot of a Redis Cluster and are decided together there; a user
     and the user's keys share one.
@@ -94,22 +101,24 @@ class Charge:
 
     @classmethod
     def of_user(cls, user: str, limit: Limit) -> Charge:
-        return cls(Scope.USER, user, limit, "u:" + user)
+        name = _plain(user)
+        return cls(Scope.USER, name, limit, "u:" + name)
 
     @classmethod
     def of_key(cls, key_id: str, user: str, limit: Limit) -> Charge:
-        return cls(Scope.KEY, key_id, limit, "u:" + user)
+        return cls(Scope.KEY, _plain(key_id), limit, "u:" + _plain(user))
 
     @classmethod
     def of_model(cls, model: str, limit: Limit) -> Charge:
-        return cls(Scope.MODEL, model, limit, "m:" + model)
+        name = _plain(model)
+        return cls(Scope.MODEL, name, limit, "m:" + name)
 
 
 @lru_cache(maxsize=8192)
 def _compiled(charge: Charge, gateways: int) -> tuple[tuple[Rule, ...], Callable[[int], RateRule] | None]:
     """The rules that are the same for every request, and the one that depends on its tokens."""
     limit = charge.limit.shared(gateways)
-    stem = f"{{{_plain(charge.group)}}}:{charge.scope}:{_plain(charge.name)}:"
+    stem = f"{{{charge.group}}}:{charge.scope}:{charge.name}:"
     fixed: list[Rule] = []
     if (rate := limit.requests) is not None:
         fixed.append(RateRule(stem + Kind.REQUESTS, charge.scope, Kind.REQUESTS, rate, 1, rate.cost(1)))
@@ -126,15 +135,6 @@ def _compiled(charge: Charge, gateways: int) -> tuple[tuple[Rule, ...], Callable
         return RateRule(key, charge.scope, Kind.TOKENS, part, counted, part.cost(counted))
 
     return tuple(fixed), token_rule
-
-
-def _plain(name: str) -> str:
-    """Part of a Redis key: short, and without braces, which would move the hash tag."""
-    return (
-        name
-        if _PLAIN_NAME.fullmatch(name)
-        else "~" + hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    )
 
 
 def rules_of(charges: Sequence[Charge], tokens: int, gateways: int = 1) -> tuple[Rule, ...]:

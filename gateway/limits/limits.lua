@@ -29,13 +29,19 @@ local function reply(value)
   replies[#replies + 1] = string.format('%.0f', value)
 end
 
+-- (backlog, unit, tolerance) as stored, or nothing. A backlog of over two bursts was written by a clock that
+-- was ahead of this one, on a server that failed over to this: it would refuse for as long as that was ahead.
 local function read_rate(name)
   local stored = redis.call('GET', name)
   if not stored then
     return nil
   end
   local tat, unit, tolerance = string.match(stored, '^(%d+) (%d+) (%d+)$')
-  return tonumber(tat), tonumber(unit), tonumber(tolerance)
+  local backlog = tonumber(tat) - now
+  if backlog > 2 * tonumber(tolerance) then
+    return nil
+  end
+  return backlog, tonumber(unit), tonumber(tolerance)
 end
 
 local function write_rate(name, backlog, unit, tolerance)
@@ -49,15 +55,14 @@ local function write_rate(name, backlog, unit, tolerance)
 end
 
 local function present_backlog(name, unit, tolerance)
-  local tat, old_unit, old_tolerance = read_rate(name)
-  if not tat or tat <= now then
+  local backlog, old_unit, old_tolerance = read_rate(name)
+  if not backlog or backlog <= 0 then
     return 0
   end
-  local backlog = tat - now
   if old_unit ~= unit or old_tolerance ~= tolerance then
     return math.min(math.ceil(backlog * unit / old_unit), tolerance)
   end
-  return math.min(backlog, 2 * tolerance)
+  return backlog
 end
 
 local function held(name)
@@ -106,12 +111,12 @@ end
 
 function operations.adjust()
   local name, delta, unit, tolerance = key(), number(), number(), number()
-  local tat, old_unit, old_tolerance = read_rate(name)
-  if tat then
+  local backlog, old_unit, old_tolerance = read_rate(name)
+  if backlog then
     delta = math.ceil(delta * old_unit / unit)
     unit, tolerance = old_unit, old_tolerance
   end
-  local backlog = (tat or now) - now
+  backlog = backlog or 0
   if delta > 0 then
     backlog = math.max(backlog, 0)
   end

@@ -89,9 +89,11 @@ class RedisLimiter:
 
     async def acquire(self, charges: Sequence[Charge], tokens: int = 0) -> Granted | Refused | Unavailable:
         """One round trip (in a cluster one more for a model's limit)."""
+        rules = rules_of(charges, tokens)
+        if not rules:
+            return Granted(self, (), (), "")
         if self._channel.degraded:
             return self._by_policy(charges, tokens)
-        rules = rules_of(charges, tokens)
         lease = f"{self._id}.{next(self._numbers)}"
         try:
             admitted, checked, values = await self._decide(rules, lease)
@@ -171,8 +173,6 @@ class RedisLimiter:
 
     async def _decide(self, rules: Sequence[Rule], lease: str) -> tuple[bool, Sequence[Rule], list[int]]:
         """(admitted, the rules that were looked at, what each stands at)."""
-        if not rules:
-            return True, (), []
         if not self._link.is_cluster:
             flag, *values = await self._take(rules, lease)
             return flag == 1, rules, values

@@ -129,13 +129,11 @@ def present_backlog(backlog: int, written: tuple[int, int], rate: Rate) -> int:
     """A stored backlog as the rate of now sees it; `written`: unit and tolerance it was stored under.
 
     After a change of the limit, as many units count as used as before, but never more than a whole burst: so
-    a change holds at once, both ways. A backlog of over two bursts can only come from a clock that was set
-    back (the books bound debts to one burst) and is cut. `limits.lua` does the same, in the same order, on
-    IEEE doubles too.
+    a change holds at once, both ways. `limits.lua` does the same, in the same order, on IEEE doubles too.
     """
     if backlog <= 0:
         return 0
     if written != (rate.unit, rate.tolerance):
         scaled = float(backlog) * float(rate.unit) / float(written[0])
         return int(min(-(-scaled // 1), rate.tolerance))
-    return min(backlog, 2 * rate.tolerance)
+    return backlog

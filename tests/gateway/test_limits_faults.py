@@ -201,6 +201,7 @@ async def test_closed_and_open_do_as_declared_and_a_fault_is_never_a_refusal(tmp
         assert isinstance(no, Unavailable)
         assert no.retry_after > 0
         answer = await opened.acquire(ann(qps=1, burst=1), 10)
+        assert isinstance(await closed.acquire(ann()), Granted)  # has no limits
         assert isinstance(answer, Granted)
         answer.settle(3)
         answer.release()

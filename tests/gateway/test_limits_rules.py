@@ -186,18 +186,10 @@ async def test_a_changed_limit_holds_at_once(limiter: MemoryLimiter, clock: Cloc
     await granted(limiter, ann(concurrency=2))
 
 
-async def test_a_clock_set_back_costs_no_more_than_a_burst(limiter: MemoryLimiter, clock: Clock) -> None:
-    charges = ann(qps=1, burst=5)
-    await granted(limiter, charges)
-    clock.forward(-3)
-    clock.now += -SECOND * 10**6
-    assert (await refused(limiter, charges)).retry_after == 6
-
-
 async def test_idle_entries_go_and_the_rest_is_bounded(clock: Clock) -> None:
     limiter = MemoryLimiter(clock=clock, max_entries=100)
     limit = Limit(qps=10, burst=10, concurrency=2, tokens_per_minute=600)
-    for number in range(10_000):
+    for number in range(3_000):
         (await granted(limiter, [Charge.of_user(f"user{number}", limit)], 1)).release()
         assert len(limiter) <= 100
         clock.forward(0.01)
@@ -239,7 +231,7 @@ async def test_what_fits_the_whole_limit_passes_by_a_gateways_part(limiter: Memo
 def test_names_can_neither_move_a_key_nor_make_it_long() -> None:
     keys = set()
     limit = Limit(qps=1)
-    names = ("ann", "an}n", "{ann", "a" * 10_000, "", "ann:user:ann", "ä", "ann\n", "~x")
+    names = ("ann", "an}n", "{ann", "a" * 10_000, "", "ann:user:ann", "ä", "ann\n", "~x", "\ud800", "n" * 80)
     for name in names:
         (user,) = rules_of([Charge.of_user(name, limit)], 0)
         (key,) = rules_of([Charge.of_key("k", name, limit)], 0)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.asyncio.connection import SSLConnection
 
 from gateway.limits import Charge, Granted, Limit, Refused, Scope
 from gateway.limits.redis_limiter import RedisLimiter
+from gateway.limits.redis_link import _client
 from tests.gateway.redis_server import RedisServer, free_port, running
 
 pytestmark = pytest.mark.redis
@@ -208,3 +210,32 @@ async def test_sentinel_names_the_master_and_after_a_failover_the_new_one(
         await eventually(lambda: client.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 1)
     held.release()
     await limiter.aclose()
+
+
+def test_credentials_tls_and_options_of_a_url_reach_masters_and_sentinels() -> None:
+    url = "rediss+sentinel://me:p%40ss@[::1]:1,h/main/2?ssl_ca_certs=/ca&sentinel_password=other"
+    client, is_cluster, address = _client(url)
+    assert not is_cluster
+    assert address == "rediss+sentinel://[::1]:1,h/main/2"
+    pool = client.connection_pool
+    kwargs = pool.connection_kwargs
+    assert (kwargs["username"], kwargs["password"], kwargs["db"]) == ("me", "p@ss", 2)
+    assert kwargs["ssl_ca_certs"] == "/ca"
+    assert issubclass(pool.connection_class, SSLConnection)
+    assert pool.service_name == "main"
+    sentinels = [sentinel.connection_pool for sentinel in pool.sentinel_manager.sentinels]
+    places = [(one.connection_kwargs["host"], one.connection_kwargs["port"]) for one in sentinels]
+    assert places == [("::1", 1), ("h", 26379)]
+    for one in sentinels:
+        assert issubclass(one.connection_class, SSLConnection)
+        assert one.connection_kwargs["password"] == "other"
+        assert one.connection_kwargs.get("username") is None
+
+    client, is_cluster, _ = _client("rediss+cluster://:secret@h:7000,i:7001?ssl_ca_certs=/ca")
+    assert is_cluster
+    assert client.connection_kwargs["password"] == "secret"
+    assert client.connection_kwargs["connection_class"] is SSLConnection
+    assert [(node.host, node.port) for node in client.nodes_manager.startup_nodes.values()] == [
+        ("h", 7000),
+        ("i", 7001),
+    ]

@@ -216,3 +216,18 @@ def test_random_histories_with_changing_limits_end_the_same_in_redis_and_in_memo
     twins: Twins, steps: list[tuple[Any, ...]]
 ) -> None:
     twins.run(History(twins, changing=True).play(steps))
+
+
+def test_a_redis_whose_clock_is_far_behind_its_predecessors_refuses_nobody_for_that(twins: Twins) -> None:
+    async def history() -> None:
+        charges = [Charge.of_user(f"h{next(twins.names)}", Limit(qps=1, burst=5, tokens_per_minute=600))]
+        await twins.set_clock(START)
+        first = await twins.redis.acquire(charges, 400)
+        assert isinstance(first, Granted)
+        await twins.set_clock(START - 3600 * SECOND)
+        first.settle(300)
+        second = await twins.redis.acquire(charges, 300)
+        assert isinstance(second, Granted)
+        assert [quota.remaining for quota in second.quotas()] == [4, 300]
+
+    twins.run(history())
