@@ -303,8 +303,13 @@ async def clients_of(
     with processes(rig, count, auth) as urls:
         await until(lambda: len(urls()) == count, 60)
         async with contextlib.AsyncExitStack() as stack:
-            clients = [httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) for url in urls()]
-            yield [await stack.enter_async_context(client) for client in clients]
+            # They say their address just before they listen.
+            transport = httpx.AsyncHTTPTransport(retries=5)
+            await stack.enter_async_context(transport)
+            clients = [httpx.AsyncClient(base_url=url, transport=transport, timeout=30) for url in urls()]
+            for client in clients:
+                assert (await client.get("/health")).status_code == 200
+            yield clients
 
 
 def move(source: Path, destination: Path) -> None:
