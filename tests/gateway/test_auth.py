@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -499,6 +500,60 @@ async def test_without_proxies_no_address_is_believed(tmp_path: Path) -> None:
             assert await rollout.count_for("127.0.0.1", sent)
             assert await rollout.count_for(user, sent, user=user)
             assert await rollout.count_for(user, {**sent, "x-user-id": user}, user="somebody")
+
+
+NGINX = """
+daemon off; master_process off; pid nginx.pid; error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path body; proxy_temp_path proxy;
+    fastcgi_temp_path f; uwsgi_temp_path u; scgi_temp_path s;
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{
+            auth_basic "users"; auth_basic_user_file users;
+            proxy_bind 127.0.0.2;
+            proxy_pass http://127.0.0.1:{gateway};
+            proxy_set_header X-User-Id $remote_user;
+            proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
+        }}
+    }}
+}}
+"""
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, gateway: int) -> Iterator[str]:
+    """A real one that knows its users by password and reaches the gateway from 127.0.0.2; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "users").write_text("".join(f"{user}:{{PLAIN}}secret\n" for user in USERS))
+    (folder / "nginx.conf").write_text(NGINX.format(port=port, gateway=gateway))
+    process = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.nginx
+async def test_users_of_a_real_nginx(tmp_path: Path) -> None:
+    """What a client says of itself counts neither through the proxy nor beside it."""
+    lies = {"x-user-id": "root", "x-forwarded-for": "1.2.3.4"}
+    async with split(tmp_path, trusted_proxies=["127.0.0.2"]) as rollout:
+        with nginx(tmp_path, rollout.rig.port) as url:
+            transport = httpx.AsyncHTTPTransport(retries=5)
+            async with httpx.AsyncClient(base_url=url, transport=transport) as client:
+                assert (await client.post(CHAT, json={"model": "m"}, headers=lies)).status_code == 401
+                for user in USERS:
+                    answer = await client.post(
+                        CHAT, json={"model": "m", "user": "root"}, headers=lies, auth=(user, "secret")
+                    )
+                    assert answer.json()["served_by"] == rollout.of(user)
+        for user in USERS:
+            assert await rollout.count_for("127.0.0.1", {"x-user-id": user}, user=user)
 
 
 def test_a_client_that_is_gone_is_no_unix_socket() -> None:
