@@ -32,9 +32,8 @@ MAX_WIDTH = 64  # of a panel
 # each call when they differ, which takes a hundred times as long: only those that agree with HINT are used.
 HINT = 16
 ROWS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
-WIDE = (
-    16384  # columns (a vocabulary) from which fewer of them are tried, which takes a tenth of a second each
-)
+# A vocabulary's columns, from which fewer of them are tried: each takes a tenth of a second at the start.
+WIDE = 16384
 MOST_WIDE_ROWS = 64
 
 

@@ -124,9 +124,9 @@ class EngineClient:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with theirs:
             command = [*self._command, "--fd", str(theirs.fileno())]
-            # OpenMP threads that spin long at barriers make each other crawl as soon as the cores are shared,
-            # by several workers say: seen 6 times slower. A tenth of a millisecond costs nothing on free
-            # cores.
+            # OpenMP threads that spin a while at barriers are a fifth faster than those that sleep at once;
+            # spinning as long as libgomp does by default, they hold a core that other work needs. On shared
+            # cores they crawl either way: a fleet gives each of its CPU workers a share of its own.
             # Huge pages under what malloc gives out, weights above all: seen 8 % faster on a CPU.
             tuned = {"GOMP_SPINCOUNT": "30000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
             environment = tuned | os.environ
