@@ -6,3 +6,6 @@ SERVED_TARGET = "x-pagefleet-target"  # slot.generation
 REFUSED = "x-pagefleet-refused"  # "draining": refused before admission, safe to retry elsewhere
 DRAINING = "draining"
 USER = "x-user-id"
+# In a request to a worker: a name, made by the gateway and never by a client, under which it may ask for what
+# the request used. In a whole answer to it: "PROMPT,COMPLETION,CACHED,FINISH_REASON", see UsageReport.
+USAGE = "x-pagefleet-usage"

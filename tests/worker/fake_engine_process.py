@@ -63,15 +63,16 @@ def serve(channel: EngineChannel[ToEngine]) -> None:
     left: dict[str, int] = {}
     steps = 0
     while True:
+        outputs = []
         for message in channel.receive(STEP_SECONDS if left else None):
             if message.shutdown:
                 return
             for request in message.submit:
                 left[request.request_id] = request.params.max_tokens or 1
             for request_id in message.abort:
-                left.pop(request_id, None)
+                if left.pop(request_id, None) is not None:
+                    outputs.append(RequestOutput(request_id, [], finish_reason="abort"))
         steps += 1
-        outputs = []
         for request_id in list(left):
             left[request_id] -= 1
             reason = None if left[request_id] else "length"

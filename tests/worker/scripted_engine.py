@@ -69,7 +69,8 @@ def serve(channel: EngineChannel[ToEngine], mode: str) -> None:
             for request in message.submit:
                 running[request.request_id] = (request, 0)
             for name in message.abort:
-                running.pop(name, None)
+                if running.pop(name, None) is not None:
+                    done.outputs.append(RequestOutput(name, [], finish_reason="abort"))
             done.replies += [(number, "" if what == "ping" else what) for number, what in message.call]
         for name, (request, position) in list(running.items()):
             last = position + 1 == len(request.prompt_token_ids)

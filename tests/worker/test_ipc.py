@@ -120,6 +120,25 @@ async def test_abort_ends_the_stream_and_is_idempotent():
         await until(lambda: client.stats.running == 0)
 
 
+async def test_the_engines_last_word_on_an_aborted_request_is_counted():
+    async with engine("slow") as client:
+        await client.wait_ready()
+        stream = client.submit(request("a", list(range(100))))
+        unheard_of = client.submit(request("b", [1]))
+        client.abort("b")
+        for _ in range(3):
+            await anext(stream)
+        seen = stream.received
+        client.abort("a")
+        assert not stream.ended
+        await until(lambda: stream.ended and unheard_of.ended)
+        assert seen <= stream.received <= seen + 5
+        assert unheard_of.received == 0
+        called = []
+        stream.when_ended(lambda: called.append(True))
+        assert called == [True]
+
+
 async def test_requests_before_ready_wait_for_it():
     async with engine("echo") as client:
         assert client.state == "loading"

@@ -142,11 +142,16 @@ class Engine:
             return f"prompt token ids must be from 0 to {self.config.source.config.vocab_size - 1}"
         return None
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request; unknown ids are ignored. Its pages are free before the next step is scheduled."""
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request: its last output. None for an id that is unknown, or had its last output before.
+
+        Its pages are free before the next step is scheduled.
+        """
         request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.finish(request, "abort")
+        if request is None:
+            return None
+        self.scheduler.finish(request, "abort")
+        return RequestOutput(request_id, [], finish_reason="abort")
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step and read the oldest one back. Empty when nothing has been sampled yet."""

@@ -132,7 +132,9 @@ def _take_in(engine: Engine, message: ToEngine, done: StepDone) -> None:
         if refused is not None:
             done.outputs.append(refused)
     for request_id in message.abort:
-        engine.abort(request_id)
+        aborted: RequestOutput | None = engine.abort(request_id)
+        if aborted is not None:
+            done.outputs.append(aborted)
     if message.call:
         done.outputs += engine.drain()
         done.replies += [(call_id, engine.call(operation)) for call_id, operation in message.call]

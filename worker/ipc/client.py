@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from worker.ipc.channel import ChannelClosed, ServerChannel
@@ -40,15 +40,42 @@ class RequestStream:
     """Outputs of one request, in order; iteration ends after the one that carries `finish_reason`.
 
     Outputs that pile up while the consumer is busy are merged, so a slow consumer holds one object, not one a
-    token.
+    token. `received` counts the tokens that the engine made, also those that nobody waited for any more;
+    `ended`: there will be no more of them.
     """
 
     def __init__(self) -> None:
+        self.received = 0
+        self.ended = False
+        self._on_end: Callable[[], None] | None = None
         self._pending: RequestOutput | None = None
         self._arrived = asyncio.Event()
         self._finished = False
+        self._left = False
 
     def put(self, output: RequestOutput) -> None:
+        """What the engine says; after `leave` it is only counted."""
+        self.received += len(output.token_ids)
+        if not self._left:
+            self._merge(output)
+        if output.finish_reason is not None:
+            self.ended = True
+            if self._on_end is not None:
+                self._on_end()
+
+    def leave(self, output: RequestOutput) -> None:
+        """Ends the iteration with `output`; the engine may still have something to say."""
+        self._merge(output)
+        self._left = True
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Calls it once `ended`: at once, or when the engine's last word arrives. One callback only."""
+        if self.ended:
+            callback()
+        else:
+            self._on_end = callback
+
+    def _merge(self, output: RequestOutput) -> None:
         pending = self._pending
         if pending is None:
             self._pending = output
@@ -93,6 +120,7 @@ class EngineClient:
         self.failure_is_permanent = False  # an option must change before a restart can help
         self.dead = asyncio.Event()
         self._streams: dict[str, RequestStream] = {}
+        self._aborted: dict[str, RequestStream] = {}  # until the engine has heard of it
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count(1)
         self._outgoing = ToEngine()
@@ -154,12 +182,13 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Stop generating for a request; unknown and finished ids are ignored. Its stream ends with reason
-        "abort"."""
+        "abort" at once, and has `ended` when the engine has stopped."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
-        stream.put(RequestOutput(request_id, [], finish_reason="abort"))
+        stream.leave(RequestOutput(request_id, [], finish_reason="abort"))
         if self.state != "dead":
+            self._aborted[request_id] = stream
             self._outgoing.abort.append(request_id)
             self._schedule_flush()
 
@@ -229,11 +258,11 @@ class EngineClient:
             case StepDone():
                 self.stats = message.stats
                 for output in message.outputs:
-                    # Absent: aborted here, and the engine had not heard of it yet.
-                    stream = self._streams.get(output.request_id)
+                    streams = self._streams if output.request_id in self._streams else self._aborted
+                    stream = streams.get(output.request_id)
                     if stream is not None:
                         if output.finish_reason is not None:
-                            del self._streams[output.request_id]
+                            del streams[output.request_id]
                         stream.put(output)
                 for call_id, result in message.replies:
                     future = self._calls.pop(call_id, None)
@@ -259,7 +288,8 @@ class EngineClient:
             how = "did not end" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
             self.failure = f"the engine process has ended ({how})"
         self.state = "dead"
-        streams, self._streams = self._streams, {}
+        streams = {**self._streams, **self._aborted}
+        self._streams, self._aborted = {}, {}
         for request_id, stream in streams.items():
             stream.put(RequestOutput(request_id, [], finish_reason="error", error=self.failure))
         calls, self._calls = self._calls, {}

@@ -47,7 +47,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, array_like=True):
-    """What one step brought to one request. The last one carries `finish_reason`."""
+    """What one step brought to one request. Every request has one that carries `finish_reason`, its last."""
 
     request_id: str
     token_ids: list[int]

@@ -8,12 +8,15 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from contracts.errors import internal_error, model_not_found, unavailable
+from contracts.errors import bad_request, internal_error, model_not_found, not_found, unavailable
+from contracts.usage import MAX_IDS
 from worker.ipc.client import EngineDead
 from worker.ipc.messages import Progress
 from worker.server.exchange import Exchange
 from worker.server.schemas import AbortRequest, decode
 from worker.server.state import ServerState, engine_dead
+
+_USAGE_WAIT_SECONDS = 0.5
 
 
 async def models(state: ServerState, exchange: Exchange) -> None:
@@ -108,6 +111,20 @@ async def whoami(state: ServerState, exchange: Exchange) -> None:
     await exchange.json(
         {"slot": config.slot, "generation": config.generation, "model": state.model_name, "pid": os.getpid()}
     )
+
+
+async def usage(state: ServerState, exchange: Exchange) -> None:
+    """What requests used, by the names that the gateway gave them, commas between: a list in their order.
+
+    Waits a moment for those that are ending. 404 when none of them is known.
+    """
+    names = exchange.path_params["names"].split(",")
+    if len(names) > MAX_IDS:
+        raise bad_request(f"at most {MAX_IDS} requests may be asked about at once, not {len(names)}")
+    reports = await state.usage.report(names, _USAGE_WAIT_SECONDS)
+    if all(report.state == "unknown" for report in reports):
+        raise not_found("None of these requests is known here.", code="usage_unknown")
+    await exchange.json(reports)
 
 
 async def drain(state: ServerState, exchange: Exchange) -> None:

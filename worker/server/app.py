@@ -31,6 +31,9 @@ _INFO: dict[str, Handler] = {
     "/version": admin.show_version,
     "/internal/whoami": admin.whoami,
 }
+_INTERNAL: dict[str, Handler] = {
+    "/internal/usage/{names}": admin.usage,
+}
 _ADMIN: dict[str, Handler] = {
     "/admin/drain": admin.drain,
     "/admin/undrain": admin.undrain,
@@ -49,6 +52,7 @@ def create_app(state: ServerState) -> ASGIApp:
     routes = [
         *(Route(path, Endpoint(state, {"POST": handler}, gated=True)) for path, handler in _WORK.items()),
         *(Route(path, Endpoint(state, {"GET": handler})) for path, handler in _INFO.items()),
+        *(Route(path, Endpoint(state, {"GET": handler}, local=True)) for path, handler in _INTERNAL.items()),
         *(Route(path, Endpoint(state, {"POST": handler}, local=True)) for path, handler in _ADMIN.items()),
     ]
     return Router(routes, redirect_slashes=False, default=nothing_here)

@@ -52,6 +52,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         param="messages",
         continuation=False,
         external_id=exchange.request_id,
+        account=exchange.account,
         id_prefix="chatcmpl-",
         started=started,
     )

@@ -46,6 +46,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         param="prompt",
         continuation=True,
         external_id=exchange.request_id,
+        account=exchange.account,
         id_prefix="cmpl-",
         started=started,
         default_length=DEFAULT_MAX_TOKENS,

@@ -67,6 +67,16 @@ class Endpoint:
             return
         if self._gated:
             self._state.gate.check()
+        if exchange.usage_name is None or not self._gated:
+            await self._work(exchange, handler)
+            return
+        self._state.usage.begin(exchange.usage_name, exchange.account)
+        try:
+            await self._work(exchange, handler)
+        finally:
+            self._state.usage.end(exchange.usage_name, exchange.account)
+
+    async def _work(self, exchange: Exchange, handler: Handler) -> None:
         await exchange.read_body(self._state.config.max_body)
         if not self._gated:
             await handler(self._state, exchange)

@@ -16,8 +16,9 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import ApiError
-from contracts.headers import REQUEST_ID, SERVED_MODEL
+from contracts.headers import REQUEST_ID, SERVED_MODEL, USAGE
 from contracts.units import format_bytes
+from worker.server.usage import Account
 
 BODY_IDLE_SECONDS = 60.0  # a client that sends nothing for so long gets 408
 SEND_STALL_SECONDS = 300.0  # a client that reads nothing for so long is dropped
@@ -66,18 +67,23 @@ class JsonLines:
 
 
 class Exchange:
-    """A request being answered. `request_id` is the client's own when it sent a usable one, else minted."""
+    """A request being answered. `request_id` is the client's own when it sent a usable one, else minted.
+
+    `usage_name`: under which a gateway wants to know what the request used, which `account` counts.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, model_name: str) -> None:
         self.scope = scope
         self.body = b""
         self.started = False
         self.complete = False
+        self.account = Account()
         self._receive = receive
         self._send = send
         self._model_name = model_name
         self._framing: Framing | None = None
-        self.request_id = _usable_request_id(self.header(REQUEST_ID)) or f"req-{uuid.uuid4().hex}"
+        self.request_id = _usable_name(self.header(REQUEST_ID)) or f"req-{uuid.uuid4().hex}"
+        self.usage_name = _usable_name(self.header(USAGE))
 
     @property
     def path_params(self) -> Mapping[str, str]:
@@ -141,6 +147,8 @@ class Exchange:
     async def respond(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """The whole answer at once; JSON unless `headers` name another content type."""
         given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        if self.usage_name is not None and not self.account.running:
+            given[USAGE] = self.account.usage().header()
         await self._start(status, given)
         await self._write(body, more=False)
 
@@ -194,8 +202,8 @@ class Exchange:
         self.complete = not more
 
 
-def _usable_request_id(value: str | None) -> str | None:
-    """A client's id goes back into a header: visible ASCII of sane length, or it isn't used."""
+def _usable_name(value: str | None) -> str | None:
+    """An id from outside goes back into a header: visible ASCII of sane length, or it isn't used."""
     if value and len(value) <= _MAX_REQUEST_ID and all("!" <= character <= "~" for character in value):
         return value
     return None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from contracts.errors import ApiError, bad_request, internal_error, unavailable
+from worker.ipc.client import RequestStream
 from worker.ipc.messages import EngineInfo, EngineRequest, RequestOutput
 from worker.params import SamplingParams, choice_seeds
 from worker.server.choice import Choice, Delta
@@ -19,6 +21,7 @@ from worker.server.metrics import SequenceTimer
 from worker.server.schemas import MAX_PROMPTS, Sampling
 from worker.server.state import ServerState, engine_dead
 from worker.server.text_model import context_too_long
+from worker.server.usage import Account
 
 Step = list[tuple[Choice, Delta]]
 
@@ -47,7 +50,8 @@ class _Sequence:
         self.choice = choice
         self.request = request
         self.timer = timer
-        self.stream: AsyncIterator[RequestOutput] | None = None
+        self.stream: RequestStream | None = None
+        self.counted = False
 
 
 class Generation:
@@ -59,6 +63,7 @@ class Generation:
         param: the request's field that became the prompts, for error messages.
         continuation: the answer goes on in the prompt's text (see Detokenizer).
         external_id: the id that the client knows the request by, beside its own.
+        account: what the request uses is written there.
         started: when the request arrived, time.monotonic().
         default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
 
@@ -75,6 +80,7 @@ class Generation:
         param: str,
         continuation: bool,
         external_id: str,
+        account: Account,
         id_prefix: str,
         started: float,
         default_length: int | None = None,
@@ -86,6 +92,7 @@ class Generation:
         self.created = int(time.time())
         self.prompts = prompts
         self.params = params
+        self._account = account
         self._error: ApiError | None = None
         if params.stop:
             text.need_tokenizer("stop")
@@ -130,6 +137,7 @@ class Generation:
         for sequence in self._sequences:
             request = msgspec.structs.replace(sequence.request, arrival=now)
             sequence.stream = engine.submit(request)
+        self._account.open(self._prompt_tokens(), len(self._sequences))
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """What arrives, as it arrives: all that is there at a time, in the order of the answers.
@@ -191,24 +199,42 @@ class Generation:
             if sequence.stream is not None and not sequence.choice.finished:
                 self._engine.abort(sequence.request.request_id)
                 sequence.timer.finish("abort")
+                # The engine goes on until it hears of it: what it generates meanwhile is used too.
+                sequence.stream.when_ended(partial(self._count, sequence, "abort"))
 
     def usage(self) -> Usage:
         first_answers = self._sequences[:: self.params.n]
         return Usage(
-            prompt_tokens=sum(map(len, self.prompts)),
+            prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(sequence.choice.completion_tokens for sequence in self._sequences),
             # Later answers always find their own prompt in the cache; that says nothing.
             cached_tokens=sum(sequence.choice.cached_tokens for sequence in first_answers),
         )
 
+    def _prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def _count(self, sequence: _Sequence, reason: str) -> None:
+        """The sequence has ended. A finished choice knows better how many tokens are the answer's."""
+        if sequence.counted:
+            return
+        sequence.counted = True
+        choice, stream = sequence.choice, sequence.stream
+        tokens = choice.completion_tokens if choice.finished or stream is None else stream.received
+        first = choice.index % self.params.n == 0
+        self._account.end_answer(tokens, choice.cached_tokens if first else 0, reason)
+
     def _take(self, sequence: _Sequence, output: RequestOutput) -> Delta:
         if output.finish_reason == "abort" or output.finish_reason == "error":
             sequence.timer.finish(output.finish_reason)
+            if output.finish_reason == "error":
+                self._count(sequence, "error")
             raise self._failure(output)
         sequence.timer.tokens(len(output.token_ids), output.queue_time)
         delta = sequence.choice.push(output)
         if delta.finish_reason is not None:
             sequence.timer.finish(delta.finish_reason)
+            self._count(sequence, delta.finish_reason)
             if output.finish_reason is None:  # a stop string: the engine doesn't know of it
                 self._engine.abort(sequence.request.request_id)
         return delta

@@ -53,6 +53,7 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
         param="prompt",
         continuation=True,
         external_id=exchange.request_id,
+        account=exchange.account,
         id_prefix="gen-",
         started=started,
         default_length=DEFAULT_MAX_TOKENS,

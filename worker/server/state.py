@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,9 +13,11 @@ import psutil
 from contracts.errors import ApiError, bad_request, internal_error, model_not_found, unavailable
 from contracts.headers import DRAINING, REFUSED
 from worker.config import WorkerConfig
-from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput
+from worker.ipc.client import RequestStream
+from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress
 from worker.server.metrics import Metrics
 from worker.server.text_model import TextModel
+from worker.server.usage import UsageBook
 
 if TYPE_CHECKING:
     from worker.server.generation import Generation
@@ -42,7 +43,7 @@ class Engine(Protocol):
     @property
     def in_flight(self) -> int: ...
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
+    def submit(self, request: EngineRequest) -> RequestStream: ...
 
     def abort(self, request_id: str) -> None: ...
 
@@ -104,6 +105,7 @@ class ServerState:
         self.stopped: ApiError | None = None
         self.created = int(time.time())
         self.generations: set[Generation] = set()
+        self.usage = UsageBook()
         identity = f"{config.model}\n{config.dtype}\n{config.kv_cache_dtype}\n{config.rope_theta}"
         self.fingerprint = "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._busy_since = time.monotonic()
