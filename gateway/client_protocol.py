@@ -1,196 +1,318 @@
-"""The gateway's side of a client's connection: uvicorn's HTTP/1.1 protocol with what an open port needs."""
+"""The gateway's side of a client's connection: HTTP/1.1 over httptools, with what an open port needs.
+
+uvicorn runs the server (sockets, signals, graceful end); its own protocol is not used: it costs twice as much
+for each request, and knows no bounded heads, no time limits and no JSON errors.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from http import HTTPStatus
 from typing import Any, cast
+from urllib.parse import unquote
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import uvicorn
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
+from uvicorn.server import ServerState
 
 from contracts.errors import ApiError
 from gateway import errors
+from gateway.asgi import Headers, Scope
+from gateway.exchange import Exchange
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
 HEAD_SECONDS = 30.0  # in which a request's head must arrive
 LINGER_SECONDS = 2.0
 PIPELINE_LIMIT = 8
+HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
+
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-class ClientProtocol(HttpToolsProtocol):
-    """JSON errors, a bounded head, requests that must arrive in time, and a disconnect that is seen also when
-    more requests were pipelined behind the running one.
+class ClientProtocol(asyncio.Protocol):
+    """JSON errors, a bounded head, requests that must arrive in time, and a disconnect that is seen at once,
+    also when more requests were pipelined behind the running one.
 
-    `silence`: seconds that may pass between two pieces of a body.
+    `silence`: seconds that may pass between two pieces of a body. The other arguments are uvicorn's.
     """
 
-    def __init__(self, *args: Any, silence: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        silence: float,
+    ) -> None:
+        self.loop = _loop or asyncio.get_running_loop()
+        self.write_paused = False
+        self._app = config.loaded_app
+        self._keep_alive = config.timeout_keep_alive
+        self._server_state = server_state
         self._silence = silence
-        self._running: RequestResponseCycle | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(
+            lenient_data_after_close=True
+        )  # else such a request gets no answer
+        self._transport: asyncio.Transport
+        self._read_paused = False
+        self._drained: asyncio.Future[None] | None = None
+        self._running: Exchange | None = None  # the one that is answered
+        self._latest: Exchange | None = None  # the one whose body is read
+        self._queue: deque[Exchange] = deque()
+        self._asked = False  # a request has begun that isn't whole yet
         self._head_open = True
-        self._incomplete = True
         self._refused = False
-        self._head_size = 0
-        self._moved_at = 0.0
+        self._head_size = 0  # of the pieces before the one that is parsed
+        self._piece_size = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._due = math.inf  # loop time at which something must have come
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, CorkedTransport(transport, self.loop)))
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._server_state.connections.add(self)  # type: ignore[arg-type]
+        self._client = get_remote_addr(self._transport)
+        self._server = get_local_addr(self._transport)
+        self._expect_within(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._unset_keepalive_if_required()
-        running = self._running
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
-        super().connection_lost(exc)
+        self._server_state.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self.resume_writing()
+        running, self._running, self._latest = self._running, None, None
+        self._queue.clear()
+        if running is not None:
+            running.leave()
+
+    def eof_received(self) -> bool:
+        return False  # who sends no more reads no more either
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        super().data_received(data)
-        if not self._incomplete and self._is_serving():
+        self._piece_size = len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # answered like any request; one of its headers says what was wanted
+        except httptools.HttpParserError:
+            too_large = self._head_size > MAX_HEAD
+            self._refuse(errors.headers_too_large(MAX_HEAD) if too_large else errors.invalid_http())
             return
-        if self._refused or self.transport.is_closing():
-            return
-        self._moved_at = self.loop.time()
-        if self._head_open:
+        if self._asked and not self._head_open:
+            self._expect_within(self._silence)
+        elif self._asked or not self._serving:
+            if not self._head_size:
+                self._expect_within(HEAD_SECONDS)
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
-                self.send_400_response("")
-                return
-        if self._timer is None and self.timeout_keep_alive_task is None:
-            self._timer = self.loop.call_later(HEAD_SECONDS if self._head_open else self._silence, self._late)
+                self._refuse(errors.headers_too_large(MAX_HEAD))
+
+    # --- httptools
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_open = self._incomplete = True
+        self._asked = self._head_open = True
         self._head_size = 0
+        self._url = b""
+        self._headers: Headers = []
+        self._expects_continue = self._odd_coding = False
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"expect":
+            self._expects_continue = value.lower() == b"100-continue"
+        elif name == b"transfer-encoding" and value.lower() != b"chunked":
+            # The parser takes nothing else off: `gzip, chunked` would be passed on as if it were JSON.
+            self._odd_coding = True
 
     def on_headers_complete(self) -> None:
-        self._head_open = False
-        self._stop_timer()
-        self._head_size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if self._head_size > MAX_HEAD:
-            raise ValueError("head too large")
-        if self.parser.get_http_version() not in ("1.0", "1.1") or not _only_chunked(self.headers):
+        if self._head_size + self._piece_size > MAX_HEAD:
+            self._head_size = len(self._url) + sum(
+                len(name) + len(value) + 4 for name, value in self._headers
+            )
+            if self._head_size > MAX_HEAD:
+                raise ValueError("head too large")
+        parser = self._parser
+        version = parser.get_http_version()
+        if self._odd_coding or version not in ("1.1", "1.0"):
             raise ValueError("not what this server speaks")
-        super().on_headers_complete()
-        if self.pipeline and len(self.pipeline) < PIPELINE_LIMIT:
-            self.flow.resume_reading()
+        self._head_open = False
+        keep_alive = version == "1.1" and parser.should_keep_alive()
+        exchange = Exchange(self, self._scope(version), keep_alive, self._expects_continue)
+        self._latest = exchange
+        if not self._serving:
+            self._start(exchange)
+            return
+        self._queue.append(exchange)
+        if len(self._queue) >= PIPELINE_LIMIT:
+            self._pause_reading()
+
+    def _scope(self, version: str) -> Scope:
+        path, _, query = self._url.partition(b"?")
+        if path[:1] != b"/" or b"#" in self._url:
+            url = httptools.parse_url(self._url)
+            path, query = url.path, url.query or b""
+        text = path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "scheme": "http",
+            "path": unquote(text) if "%" in text else text,
+            "query_string": query,
+            "headers": self._headers,
+            "client": self._client,
+            "server": self._server,
+        }
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._latest
+        if exchange is not None:
+            exchange.feed(body)
+            if exchange.buffered > HIGH_WATER:
+                self._pause_reading()
 
     def on_message_complete(self) -> None:
-        self._incomplete = False
-        self._stop_timer()
-        super().on_message_complete()
+        self._asked = False
+        self._head_size = 0
+        self._due = math.inf
+        if self._latest is not None:
+            self._latest.feed_end()
+        if not self._serving:  # it was answered before its end
+            self._expect_within(self._keep_alive)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(
-            cycle, app if cycle.scope["http_version"] == "1.1" else _until_close(app, cycle)
-        )
+    # --- exchanges, one after the other
 
-    def _is_serving(self) -> bool:
-        return self._running is not None and not self._running.response_complete
+    @property
+    def _serving(self) -> bool:
+        return self._running is not None and not self._running.complete
 
-    def _stop_timer(self) -> None:
+    def _start(self, exchange: Exchange) -> None:
+        self._running = exchange
+        exchange.task = self.loop.create_task(exchange.run(self._app))
+        self._server_state.tasks.add(exchange.task)
+
+    def answered(self, exchange: Exchange) -> None:
+        """The last piece of its answer was written."""
+        self._server_state.total_requests += 1
+        if not exchange.keep_alive:
+            self._transport.close()
+            return
+        self._resume_reading()
+        if self._queue:
+            self._start(self._queue.popleft())
+        elif not self._asked:
+            self._expect_within(self._keep_alive)
+
+    def ended(self, exchange: Exchange) -> None:
+        """Its task is over."""
+        if exchange.task is not None:
+            self._server_state.tasks.discard(exchange.task)
+
+    def shutdown(self) -> None:
+        """Called by uvicorn: no request after those that are here."""
+        if not self._serving:
+            self._transport.close()
+        elif self._latest is not None:
+            self._latest.keep_alive = False
+
+    # --- for the exchange
+
+    @property
+    def default_headers(self) -> Headers:
+        return self._server_state.default_headers
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    async def drain(self) -> None:
+        """Until the client has taken most of what was written, or has gone."""
+        while self.write_paused:
+            self._drained = self.loop.create_future()
+            await self._drained
+
+    def body_taken(self) -> None:
+        self._resume_reading()
+
+    def _pause_reading(self) -> None:
+        if not self._read_paused:
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._read_paused and not self._transport.is_closing():
+            self._read_paused = False
+            self._transport.resume_reading()
+
+    # --- time limits, refusals
+
+    def _expect_within(self, seconds: float) -> None:
+        """Something must come until then. One timer outlives many requests: it looks again when it was set
+        too early."""
+        self._due = self.loop.time() + seconds
+        if self._timer is not None and self._timer_at <= self._due:
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer_at = self._due
+        self._timer = self.loop.call_at(self._due, self._on_timer)
 
-    def _late(self) -> None:
-        """The rest of a request is due."""
+    def _on_timer(self) -> None:
         self._timer = None
-        queued = self._is_serving() and self._running is not self.cycle
-        rest = self._moved_at + self._silence - self.loop.time()
-        if queued or self.flow.read_paused:
-            self._timer = self.loop.call_later(self._silence, self._late)
-        elif not self._head_open and rest > 0:
-            self._timer = self.loop.call_later(rest, self._late)
-        elif not self._incomplete or not self._head_size:
-            self.transport.close()  # nothing was asked
-        else:
+        rest = self._due - self.loop.time()
+        if self._refused:
+            self._transport.close()
+        elif rest == math.inf:
+            return
+        elif rest > 0:
+            self._expect_within(rest)
+        elif self._read_paused or (self._serving and (self._head_open or self._latest is not self._running)):
+            self._expect_within(self._silence)  # what is missing isn't the client's fault, or nobody's loss
+        elif self._asked:
             self._refuse(errors.request_timeout(HEAD_SECONDS if self._head_open else self._silence))
-
-    def send_400_response(self, msg: str) -> None:
-        too_large = self._head_size > MAX_HEAD
-        self._refuse(errors.headers_too_large(MAX_HEAD) if too_large else errors.invalid_http())
+        else:
+            self._transport.close()
 
     def _refuse(self, error: ApiError) -> None:
         """Says why and takes nothing more; a client that still sends has a moment to read it."""
         running = self._running
-        own_body = self._incomplete and not self._head_open and running is self.cycle
-        if running is not None and self._is_serving():
-            if not own_body or running.response_started:
-                self.transport.close()  # another answer is on its way: this one can't go into it
+        if running is not None and not running.complete:
+            own_body = self._asked and not self._head_open and running is self._latest
+            if running.started or not own_body:
+                self._transport.close()  # another answer is on its way: this one can't go into it
                 return
-            running.disconnected = True
-            running.message_event.set()
+            running.leave()
         body = msgspec.json.encode(error.body())
-        self.transport.write(
+        self._transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%b"
             % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
         )
         self._refused = True
-        self.transport.write_eof()
-        self._stop_timer()
-        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
-
-
-def _only_chunked(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether a body comes in no other coding than chunked, which the parser takes off: `gzip, chunked` would
-    be passed on as if it were JSON."""
-    return all(value.lower() == b"chunked" for name, value in headers if name == b"transfer-encoding")
-
-
-def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
-    """Answers of HTTP/1.0: it knows no chunks, the end of the connection ends a stream."""
-
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        async def send_plain(message: Any) -> None:
-            cycle.chunked_encoding = False
-            cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, send_plain)
-
-    return application
-
-
-class CorkedTransport:
-    """Joins what is written in one turn of the event loop: head and body leave in one system call."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._pending: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        if not self._pending:
-            self._loop.call_soon(self._flush)
-        self._pending.append(data)
-
-    def _flush(self) -> None:
-        if self._pending:
-            data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
-            self._pending.clear()
-            self._transport.write(data)
-
-    def write_eof(self) -> None:
-        self._flush()
         self._transport.write_eof()
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        self._expect_within(LINGER_SECONDS)

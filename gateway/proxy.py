@@ -19,6 +19,7 @@ from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
 from gateway import errors
 from gateway.asgi import Headers, Message, Receive, Scope, Send
 from gateway.connection import Connection, Timeouts, UpstreamError
+from gateway.exchange import Exchange
 from gateway.identity.authenticator import Authenticator
 from gateway.identity.identity import Identity
 from gateway.identity.proxies import peer_of
@@ -28,7 +29,6 @@ from gateway.routing import Backend, Router
 from gateway.upstream import Upstream
 
 MAX_ATTEMPTS = 4
-WATCH_AFTER = 0.02
 CLIENT_LEFT = 499  # status in metrics; nobody is there to read it
 LINGER_BYTES = 8 * 1024**2
 LINGER_SECONDS = 2.0
@@ -81,7 +81,7 @@ class Proxy:
             inbound = parse_body(body, scope)
             if who is None:
                 who = auth.authenticate(scope["headers"], peer_of(scope), inbound.user)
-            await call.run(inbound, who, receive)
+            await call.run(inbound, who, scope["exchange"])
         except ClientGone:
             call.status = CLIENT_LEFT
         except ApiError as error:
@@ -99,35 +99,27 @@ class Proxy:
 
 
 class _ClientWatch:
-    """Cancels the request's task when its client leaves.
+    """Cancels the request's task when its client leaves."""
 
-    It begins to look after WATCH_AFTER seconds: by then a quick answer is over, and has saved the cost of a
-    second task. The server remembers who left before.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, receive: Receive) -> None:
-        task = asyncio.current_task(loop)
-        assert task is not None
-        self.task = task
+    def __init__(self, exchange: Exchange) -> None:
         self.client_left = False
-        self._receive = receive
-        self._loop = loop
-        self._watcher: asyncio.Task[None] | None = None
-        self._timer = loop.call_later(WATCH_AFTER, self._begin)
+        self.exchange = exchange
+        exchange.on_leave = self._leave
+        if exchange.disconnected:
+            self._leave()
 
-    def _begin(self) -> None:
-        self._watcher = self._loop.create_task(_client_gone(self._receive))
-        self._watcher.add_done_callback(self._left)
-
-    def _left(self, watcher: asyncio.Task[None]) -> None:
+    def _leave(self) -> None:
         self.client_left = True
-        self.task.cancel()
+        if self.exchange.task is not None:
+            self.exchange.task.cancel()
+
+    def forgive(self) -> None:
+        """The cancellation has done its work: the task goes on to its end."""
+        if self.exchange.task is not None:
+            self.exchange.task.uncancel()
 
     def stop(self) -> None:
-        self._timer.cancel()
-        if self._watcher is not None:
-            self._watcher.remove_done_callback(self._left)
-            self._watcher.cancel()
+        self.exchange.on_leave = None
 
 
 class _StaleConnection(Exception):
@@ -166,7 +158,7 @@ class _Call:
         seconds = time.perf_counter() - self.began
         self.proxy.metrics.done(self.model, target, self.status, seconds, self.overhead)
 
-    async def run(self, inbound: Inbound, who: Identity, receive: Receive) -> None:
+    async def run(self, inbound: Inbound, who: Identity, exchange: Exchange) -> None:
         """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
         self.ready = time.perf_counter()
         model = self.proxy.router.resolve(inbound.model)
@@ -175,13 +167,13 @@ class _Call:
         if inbound.model_in_query:
             self.path += b"?model=" + quote(inbound.model, safe="").encode()
         loop = asyncio.get_running_loop()
-        watch = self.watch = _ClientWatch(loop, receive)
+        watch = self.watch = _ClientWatch(exchange)
         try:
             await self._try_targets(inbound, who.user, loop.time() + self.proxy.settings.timeouts.total)
         except asyncio.CancelledError:
             if not watch.client_left:
                 raise
-            watch.task.uncancel()
+            watch.forgive()
             self.status = CLIENT_LEFT
         finally:
             watch.stop()
@@ -279,6 +271,8 @@ class _Call:
             headers.append((b"x-accel-buffering", b"no"))
         self.overhead = time.perf_counter() - self.ready - self.waited
         await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+        if stream is not None and not connection.pending:  # the first token may take long: the head goes now
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
         tail = b""
         try:
             while True:
@@ -304,12 +298,6 @@ class _Call:
         if stream is not None:
             event = errors.error_event(error, stream, tail)
             await self.send({"type": "http.response.body", "body": event, "more_body": False})
-
-
-async def _client_gone(receive: Receive) -> None:
-    """Ends when the client has gone; the body was read before, so nothing else can come."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _refuse_unread(receive: Receive, send: Send, error: ApiError, headers: Headers) -> None:

@@ -1,0 +1,199 @@
+"""One request of a client and its answer: ASGI's `receive` and `send`, made for a proxy's hot path.
+
+What ASGI leaves open is so here: a head waits for the first piece of its body, so that both leave in one
+system call (an empty piece sends it at once); `on_leave` is called when the client goes, so nobody has to
+wait for that in a task of its own; an answer that its application leaves unfinished ends with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Protocol
+
+from gateway.asgi import Headers, Message, Receive, Scope, Send
+
+JOIN_BELOW = 64 * 1024  # a larger piece isn't copied to leave together with the head
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+_BODILESS = (204, 304)
+
+log = logging.getLogger(__name__)
+
+
+class Wire(Protocol):
+    """What an exchange needs of the connection it is on. `default_headers`: those of every answer."""
+
+    loop: asyncio.AbstractEventLoop
+    write_paused: bool
+
+    @property
+    def default_headers(self) -> Headers: ...
+    def write(self, data: bytes) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...
+    def body_taken(self) -> None: ...
+    def answered(self, exchange: Exchange) -> None: ...
+    def ended(self, exchange: Exchange) -> None: ...
+
+
+class Exchange:
+    """Its own scope has it as `exchange`.
+
+    `keep_alive`: whether the connection may carry another one after it; `on_leave`: called once, when the
+    client leaves before its answer is complete; `buffered`: bytes of the body that nobody took yet.
+    """
+
+    __slots__ = (
+        "_bodiless", "_body_ended", "_chunked", "_expects_continue", "_head", "_left", "_pieces", "_waiter",
+        "_wire", "buffered", "complete", "disconnected", "keep_alive", "on_leave", "scope", "started", "task",
+    )  # fmt: skip
+
+    def __init__(self, wire: Wire, scope: Scope, keep_alive: bool, expects_continue: bool) -> None:
+        self.scope = scope
+        scope["exchange"] = self
+        self.keep_alive = keep_alive
+        self.on_leave: Callable[[], None] | None = None
+        self.buffered = 0
+        self.disconnected = False
+        self.started = False
+        self.complete = False
+        self.task: asyncio.Task[None] | None = None
+        self._wire = wire
+        self._expects_continue = expects_continue
+        self._pieces: list[bytes] = []
+        self._body_ended: bool | None = False  # None: that was told too
+        self._waiter: asyncio.Future[None] | None = None
+        self._head = b""
+        self._chunked = False
+        self._bodiless = False
+        self._left = -1  # bytes of the answer's body that are due; negative: it has no length
+
+    async def run(self, app: App) -> None:
+        """Serves the request; never raises but CancelledError."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            log.exception("error behind the beginning of an answer")
+        finally:
+            if not self.complete and not self.disconnected:
+                self._wire.close()
+            self.scope = {}  # it holds this exchange
+            self._wire.ended(self)
+
+    # --- from the connection
+
+    def feed(self, data: bytes) -> None:
+        """A piece of the request's body. What comes after the answer is dropped."""
+        if not self.complete:
+            self._pieces.append(data)
+            self.buffered += len(data)
+            self._wake()
+
+    def feed_end(self) -> None:
+        self._body_ended = True
+        self._wake()
+
+    def leave(self) -> None:
+        """The client has gone, or was told something else than this answer."""
+        if self.disconnected or self.complete:
+            return
+        self.disconnected = True
+        self._wake()
+        if self.on_leave is not None:
+            self.on_leave()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- from the application
+
+    async def receive(self) -> Message:
+        """What has come of the body, at least a piece or its end; after that, that the client has left."""
+        if self._expects_continue:
+            self._expects_continue = False
+            if not self.started:
+                self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._wire.body_taken()
+        while not (self.disconnected or self.complete):
+            if self._pieces or self._body_ended:
+                return self._taken()
+            self._waiter = self._wire.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return {"type": "http.disconnect"}
+
+    def _taken(self) -> Message:
+        pieces, self._pieces, self.buffered = self._pieces, [], 0
+        more = not self._body_ended
+        if not more:
+            self._body_ended = None
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return {"type": "http.request", "body": body, "more_body": more}
+
+    async def send(self, message: Message) -> None:
+        """Waits while the client doesn't take what it was sent. For one who has left, nothing is done."""
+        if self._wire.write_paused:
+            await self._wire.drain()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], message["headers"])
+        else:
+            self._write(message["body"], message.get("more_body", False))
+
+    def _begin(self, status: int, headers: Headers) -> None:
+        if self.started:
+            raise RuntimeError("two heads for one request")
+        lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        for name, value in (*self._wire.default_headers, *headers):
+            if name == b"content-length":
+                self._left = int(value)
+            elif name == b"connection":
+                self.keep_alive = False  # this gateway says nothing but "close" with it
+                continue
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if self.scope["method"] == "HEAD" or status in _BODILESS:
+            self._bodiless = True
+        elif self._left < 0 and self.scope["http_version"] == "1.1":  # 1.0: the connection's end ends it
+            self._chunked = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        head = b"".join(lines)
+        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
+            raise RuntimeError("a header would have become two")
+        self.started = True
+        self._head = head + b"\r\n"
+
+    def _write(self, body: bytes, more: bool) -> None:
+        if not self.started or self.complete:
+            raise RuntimeError("a body before its head or after its end")
+        if self._bodiless:
+            body = b""
+        elif self._chunked:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more:
+                body += b"0\r\n\r\n"
+        elif self._left >= 0:
+            self._left -= len(body)
+            if self._left < 0 or (self._left and not more):
+                raise RuntimeError("a body that isn't as long as its head says")
+        head, self._head = self._head, b""
+        if head and len(body) < JOIN_BELOW:
+            self._wire.write(head + body)
+        else:
+            for data in (head, body):
+                if data:
+                    self._wire.write(data)
+        if not more:
+            self.complete = True
+            self._wake()
+            self._wire.answered(self)
