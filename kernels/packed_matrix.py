@@ -31,7 +31,8 @@ MAX_WIDTH = 64  # of a panel
 # Rows of one convolution. oneDNN picks the panels' width by the number of rows too, and repacks the matrix in
 # each call when they differ, which takes a hundred times as long: only those that agree with HINT are used.
 HINT = 16
-ROWS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+ROWS = (4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
+CALL_ROWS = 24  # what a convolution costs before its rows, in rows
 # A vocabulary's columns, from which fewer of them are tried: each takes a tenth of a second at the start.
 WIDE = 16384
 MOST_WIDE_ROWS = 64
@@ -56,13 +57,14 @@ class PackedMatrix:
         if rows == 1:
             y = self._one_row(x)
             return y if bias is None else y.add_(bias)
-        if rows in self._rows:
-            return self._convolve(x.contiguous(), bias)
-        largest = self._rows[-1]
-        if rows > largest:
-            return torch.cat([self.product(part, bias) for part in x.split(largest)])
-        missing = next(r for r in self._rows if r > rows) - rows
-        return self._convolve(F.pad(x, (0, 0, 0, missing)), bias)[:rows]
+        sizes = _cut(rows, self._rows)
+        missing = sum(sizes) - rows
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+        if len(sizes) == 1:
+            y = self._convolve(x, bias)
+        else:
+            y = torch.cat([self._convolve(part, bias) for part in x.split_with_sizes(sizes)])
+        return y[:rows] if missing else y
 
     def _one_row(self, x: Tensor) -> Tensor:
         count, inner, width = self._panels.shape
@@ -79,6 +81,19 @@ class PackedMatrix:
             image, self._convolved, bias, (0, 0), (1, 1), (1, 1), 1, "none", [], ""
         )
         return y.permute(0, 2, 3, 1).view(len(x), -1)
+
+
+@lru_cache(1024)
+def _cut(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The convolutions' sizes for so many rows, the last one padded: what costs least."""
+    enough = next((size for size in sizes if size >= rows), None)
+    smaller = max((size for size in sizes if size < rows), default=None)
+    if smaller is None or enough == rows:
+        return (enough,)
+    split = (smaller, *_cut(rows - smaller, sizes))
+    if enough is None or sum(split) + CALL_ROWS * (len(split) - 1) < enough:
+        return split
+    return (enough,)
 
 
 @lru_cache
