@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -127,6 +128,23 @@ def model_unavailable(model: str) -> ApiError:
         f"No worker of the model '{model}' can take requests now; try again soon.",
         "model_unavailable",
         retry_after=2,
+    )
+
+
+_OVERLOADED = {
+    "full": "too many requests wait for it",
+    "late": "this request could not be begun in time",
+    "shed": "more urgent requests took its place in the queue",
+    "expired": "no worker was free in time",
+}
+
+
+def overloaded(model: str, reason: str, seconds: float) -> ApiError:
+    """`reason`: a gateway.queue.Refusal; `seconds`: after which there should be room, by the rate of late."""
+    return unavailable(
+        f"The model '{model}' is overloaded: {_OVERLOADED[reason]}; try again later, or with fewer requests.",
+        "overloaded",
+        retry_after=min(3600, math.ceil(seconds)),
     )
 
 

@@ -1,0 +1,268 @@
+"""Requests that wait for a saturated model, in the order in which they get a worker.
+
+By class first, with ageing; inside a class round by round, one request of each user in a round; inside a
+round the earliest deadline first. What can't be served in time is refused at once, with the time after which
+it could have been; when the queue is full, the last in that order goes. A request is placed on a worker in
+the very step that made room for it, so no slot is left unused and nobody is woken in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import math
+from collections.abc import Callable
+from typing import Generic, Literal, Protocol, TypeVar
+
+from contracts.errors import ApiError
+from gateway import errors
+
+CLASSES = ("high", "normal", "low")
+CLASS_SECONDS = 30.0  # a class waits so much longer than the one before it, then it goes first
+MEMORY = 300.0  # seconds over which the service rate is measured
+_KNOWN_AFTER = 2.0  # requests whose service must have been seen before anybody is refused for the rate
+
+Priority = Literal["high", "normal", "low"]
+Refusal = Literal["full", "late", "shed", "expired"]
+
+
+class Placed(Protocol):
+    """A place on a worker."""
+
+    def release(self) -> None: ...
+
+
+P = TypeVar("P", bound=Placed)
+
+
+class ServiceRate:
+    """How long a saturated model takes per request: slots freed over time, both forgotten slowly.
+
+    Counts over time rather than a mean of gaps: requests that ran in one batch end together.
+    """
+
+    def __init__(self) -> None:
+        self._freed = 0.0
+        self._seconds = 0.0
+        self._at: float | None = None
+
+    def resume(self, now: float) -> None:
+        """The model is saturated from now on."""
+        self._at = now
+
+    def pause(self) -> None:
+        """It no longer is: what follows says nothing about how fast it could be."""
+        self._at = None
+
+    def freed(self, now: float) -> None:
+        """A slot became free while somebody waited for one."""
+        if self._at is None:
+            return
+        passed = now - self._at
+        keep = math.exp(-passed / MEMORY)
+        self._seconds = self._seconds * keep + passed
+        self._freed = self._freed * keep + 1
+        self._at = now
+
+    def gap(self, now: float) -> float | None:
+        """Seconds per request, longer the longer the last one keeps everybody waiting; None when too little has
+        been seen."""
+        if self._freed < _KNOWN_AFTER:
+            return None
+        waiting = now - self._at if self._at is not None else 0.0
+        return (self._seconds + waiting) / self._freed
+
+
+class Ticket(Generic[P]):
+    """One waiting request. `place`: tries to put it on a worker; ApiError when none can ever take it."""
+
+    __slots__ = ("arrived", "deadline", "future", "key", "lane", "place", "user")
+
+    def __init__(
+        self, place: Callable[[], P | None], user: str, lane: int, arrived: float, deadline: float
+    ) -> None:
+        self.place = place
+        self.user = user
+        self.lane = lane
+        self.arrived = arrived
+        self.deadline = deadline
+        self.key = (0, deadline, 0)  # round, deadline, number
+        self.future: asyncio.Future[P]
+
+
+class _Lane(Generic[P]):
+    """The waiting requests of one class, sorted, and the round that each user has reached."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket[P]] = []
+        self._round = 0
+        self._reached: dict[str, int] = {}
+
+    def next_round(self, user: str) -> int:
+        return max(self._round, self._reached.get(user, -1) + 1)
+
+    def insert(self, ticket: Ticket[P]) -> None:
+        self._reached[ticket.user] = ticket.key[0]
+        bisect.insort(self.tickets, ticket, key=_key)
+
+    def index(self, ticket: Ticket[P]) -> int:
+        """Where it is, or would be."""
+        return bisect.bisect_left(self.tickets, ticket.key, key=_key)
+
+    def remove(self, ticket: Ticket[P]) -> bool:
+        """Whether it was there."""
+        index = self.index(ticket)
+        if index == len(self.tickets) or self.tickets[index] is not ticket:
+            return False
+        del self.tickets[index]
+        if not self.tickets:
+            self._round, self._reached = 0, {}
+        return True
+
+    def served(self, ticket: Ticket[P]) -> None:
+        """Moves the round on; users who have nothing to lose by it are forgotten."""
+        if self.tickets and ticket.key[0] > self._round:
+            self._round = ticket.key[0]
+            self._reached = {user: last for user, last in self._reached.items() if last >= self._round}
+
+
+class Queue(Generic[P]):
+    """The queue of one model. `size`: most requests in it; `has_room`: whether any worker has a place.
+
+    `refused` counts those who got no place, by reason; `waited` is called with the seconds of each who did.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        size: int,
+        has_room: Callable[[], bool],
+        waited: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.waiting = 0
+        self.refused: dict[Refusal, int] = {"full": 0, "late": 0, "shed": 0, "expired": 0}
+        self._model = model
+        self._size = size
+        self._has_room = has_room
+        self._waited = waited
+        self._lanes: tuple[_Lane[P], ...] = tuple(_Lane() for _ in CLASSES)
+        self._rate = ServiceRate()
+        self._numbers = itertools.count()
+
+    async def wait(self, place: Callable[[], P | None], user: str, priority: Priority, within: float) -> P:
+        """A place, at most `within` seconds from now. ApiError 503 when there is or will be none.
+
+        Whoever is cancelled leaves at once, and gives back what he was just given.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        ticket = Ticket(place, user, CLASSES.index(priority), now, now + within)
+        ticket.future = loop.create_future()
+        self._enter(ticket, now)
+        timer = loop.call_at(ticket.deadline, self._expire, ticket)
+        try:
+            placed = await ticket.future
+        except asyncio.CancelledError:
+            done = ticket.future.done() and not ticket.future.cancelled()
+            if done and ticket.future.exception() is None:
+                ticket.future.result().release()
+            raise
+        finally:
+            timer.cancel()
+            self._leave(ticket)
+        self._waited(loop.time() - now)
+        return placed
+
+    def slot_freed(self) -> None:
+        """A worker of the model has room; call it when somebody is waiting."""
+        self._rate.freed(asyncio.get_running_loop().time())
+        self.place()
+
+    def place(self) -> None:
+        """Gives places to those who wait, as long as there are any. To be called at once whenever something may
+        have made one: then whoever still waits can't be placed, and a newcomer who can overtakes nobody."""
+        while self.waiting and self._place_one():
+            pass
+
+    def backlog(self) -> float:
+        """Estimated seconds until all that wait have been served."""
+        gap = self._rate.gap(asyncio.get_running_loop().time())
+        return 1.0 if gap is None else self.waiting * gap
+
+    # --- entering and leaving
+
+    def _enter(self, ticket: Ticket[P], now: float) -> None:
+        lane = self._lanes[ticket.lane]
+        ticket.key = (lane.next_round(ticket.user), ticket.deadline, next(self._numbers))
+        gap = self._rate.gap(now) if self.waiting else None
+        if gap is not None:
+            ahead = lane.index(ticket) + sum(len(other.tickets) for other in self._lanes[: ticket.lane])
+            late = (ahead + 1) * gap - (ticket.deadline - now)
+            if late > 0:
+                raise self._refusal("late", late)
+        if self.waiting >= self._size:
+            self._make_room(ticket)
+        lane.insert(ticket)
+        self.waiting += 1
+        if self.waiting == 1:
+            self._rate.resume(now)
+
+    def _make_room(self, ticket: Ticket[P]) -> None:
+        """Sends away the last in order, be it this one."""
+        last = next((lane.tickets[-1] for lane in reversed(self._lanes) if lane.tickets), None)
+        if last is None or (last.lane, last.key) <= (ticket.lane, ticket.key):
+            raise self._refusal("full", self.backlog())
+        self._leave(last)
+        if not last.future.done():
+            last.future.set_exception(self._refusal("shed", self.backlog()))
+
+    def _leave(self, ticket: Ticket[P]) -> None:
+        lane = self._lanes[ticket.lane]
+        if lane.remove(ticket):
+            self.waiting -= 1
+            if not self.waiting:
+                self._rate.pause()
+
+    def _expire(self, ticket: Ticket[P]) -> None:
+        if not ticket.future.done():
+            self._leave(ticket)
+            ticket.future.set_exception(self._refusal("expired", self.backlog()))
+
+    def _refusal(self, reason: Refusal, seconds: float) -> ApiError:
+        self.refused[reason] += 1
+        return errors.overloaded(self._model, reason, seconds)
+
+    # --- placing
+
+    def _place_one(self) -> bool:
+        """Whether somebody went. Usually the first in order can; with a split by user it may be a later one
+        whose version of the model has room."""
+        if not self._has_room():
+            return False
+        for lane in sorted(self._lanes, key=_urgency):
+            for ticket in lane.tickets:
+                if ticket.future.done():  # cancelled, and its task has not run yet
+                    self._leave(ticket)
+                    return True
+                try:
+                    placed = ticket.place()
+                except ApiError as error:
+                    self._leave(ticket)
+                    ticket.future.set_exception(error)
+                    return True
+                if placed is not None:
+                    self._leave(ticket)
+                    lane.served(ticket)
+                    ticket.future.set_result(placed)
+                    return True
+        return False
+
+
+def _key(ticket: Ticket[P]) -> tuple[int, float, int]:
+    return ticket.key
+
+
+def _urgency(lane: _Lane[P]) -> float:
+    head = lane.tickets[0] if lane.tickets else None
+    return head.arrived + CLASS_SECONDS * head.lane if head is not None else math.inf
