@@ -1,7 +1,7 @@
 """Which replica has a conversation's pages: a pure function of the request's first bytes.
 
-A conversation grows at its end, so its beginning names it. Rendezvous hashing (Thaler, Ravishankar 1998) makes
-a changed set of replicas move only the conversations of those that went or came.
+A conversation grows at its end, so its beginning names it. Rendezvous hashing (Thaler, Ravishankar 1998):
+a changed set of replicas moves only the conversations of those that went or came.
 """
 
 from __future__ import annotations

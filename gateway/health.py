@@ -1,9 +1,9 @@
 """Whether a worker should get requests: what its answers showed, and what it said when it was asked.
 
 Two sources. *Passive*: connections refused or lost and answers of 5xx, counted as nginx does (`max_fails`
-within `fail_timeout`, then none for `fail_timeout`, then one trial). *Active*: `gateway/prober.py` asks who it
-is and whether it gets on. Neither a 4xx, a client that left, a slow answer nor a worker that refuses because
-it is full or drains says anything against a worker.
+within `fail_timeout`, then none for `fail_timeout`, then one trial). *Active*: `gateway/prober.py` asks who
+it is and whether it gets on. Neither a 4xx, a client that left, a slow answer nor a worker that refuses
+because it is full or drains says anything against a worker.
 """
 
 from __future__ import annotations

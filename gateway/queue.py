@@ -66,8 +66,8 @@ class ServiceRate:
         self._at = now
 
     def gap(self, now: float) -> float | None:
-        """Seconds per request, longer the longer the last one keeps everybody waiting; None when too little has
-        been seen."""
+        """Seconds per request, longer the longer the last one keeps everybody waiting; None when too little
+        has been seen."""
         if self._freed < _KNOWN_AFTER:
             return None
         waiting = now - self._at if self._at is not None else 0.0
@@ -180,7 +180,7 @@ class Queue(Generic[P]):
         self.place()
 
     def place(self) -> None:
-        """Gives places to those who wait, as long as there are any. To be called at once whenever something may
+        """Gives places to those who wait, as long as there are any. To be called at once when something may
         have made one: then whoever still waits can't be placed, and a newcomer who can overtakes nobody."""
         while self.waiting and self._place_one():
             pass

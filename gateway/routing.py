@@ -3,6 +3,9 @@
 The file is polled off the hot path. A table that wasn't looked at for `STALE_AFTER` seconds (the process
 was paused) is read again before a claim, so an old route can't be used after the supervisor has stopped
 waiting for this process.
+
+Targets of one `variant` are replicas: they answer alike. Between variants (a rollout) users are split by hash
+and weight, inside one the least busy replica is taken, or the one that has the conversation.
 """
 
 from __future__ import annotations
@@ -11,52 +14,76 @@ import asyncio
 import hashlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from contracts.errors import ApiError, model_not_found
+from gateway import affinity
 from gateway.errors import model_starting, model_unavailable
 from gateway.fleet.state import FULL_WEIGHT, Routes, RoutesFile, Target
+from gateway.health import Health
+from gateway.queue import Priority, Queue
 from gateway.upstream import parse_address
 
 POLL_EVERY = 0.2
 STALE_AFTER = 2.0
+BALANCE = 1.25  # times the mean load that a replica may have and still keep its conversations
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Backend:
-    """A target and the requests on it. Lives as long as the target is in the table or has requests."""
+    """A target and the requests on it. Lives as long as the target is in the table or has requests.
+
+    `limit`: most requests that this gateway may have on it; without bound until the worker has said what it
+    can take.
+    """
 
     model: str
     target: Target
+    health: Health
+    queue: Queue[Backend]
     inflight: int = 0
+    limit: int = sys.maxsize
     label: bytes = field(init=False)
+    seed: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.target.id.encode("latin-1", "replace")
+        self.seed = affinity.seed_of(self.target.slot)
 
     def release(self) -> None:
         self.inflight -= 1
+        if self.queue.waiting:
+            self.queue.slot_freed()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model of the table. `live`: ready targets with a weight, in the document's order."""
+    """One model of the table. `live`: ready targets with a weight, in the document's order; `split`: they are
+    of several variants."""
 
     routes: Routes
     live: tuple[Backend, ...]
+    split: bool
 
 
 class Table:
-    """Everything decided by one version of the routes file."""
+    """Everything decided by one version of the routes file. `make`: a backend for a target that is new."""
 
-    def __init__(self, file: RoutesFile, backends: Mapping[tuple[str, str], Backend]) -> None:
+    def __init__(
+        self,
+        file: RoutesFile,
+        backends: Mapping[tuple[str, str], Backend],
+        make: Callable[[str, Target], Backend],
+    ) -> None:
         self.epoch = file.epoch
         self.backends: dict[tuple[str, str], Backend] = {}
         self.entries: dict[str, Entry] = {}
@@ -68,12 +95,13 @@ class Table:
                 if target.weight_bp < 0:
                     raise ValueError(f"weight_bp of {target.id} is negative")
                 key = (model, target.id)
-                backend = backends.get(key) or Backend(model, target)
+                backend = backends.get(key) or make(model, target)
                 backend.target = target
                 self.backends[key] = backend
                 if target.state == "ready" and target.weight_bp > 0:
                     live.append(backend)
-            self.entries[model] = Entry(routes, tuple(live))
+            split = len({backend.target.variant for backend in live}) > 1
+            self.entries[model] = Entry(routes, tuple(live), split)
         for model, routes in file.models.items():
             for alias in routes.aliases:
                 self.names.setdefault(alias, model)
@@ -86,6 +114,27 @@ class Table:
     def addresses(self) -> set[str]:
         return {backend.target.address for backend in self.backends.values()}
 
+    @property
+    def ready(self) -> Iterator[Backend]:
+        """All that get requests, or may any time now."""
+        for model, entry in self.entries.items():
+            for target in entry.routes.targets:
+                if target.state == "ready":
+                    yield self.backends[model, target.id]
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Seconds. `queue_size`: requests that may wait per model; `probed`: a target is given nothing before
+    somebody has reported on its health."""
+
+    max_fails: int = 3
+    fail_timeout: float = 10.0
+    probe_interval: float = 2.0
+    probe_timeout: float = 5.0
+    queue_size: int = 1024
+    probed: bool = False
+
 
 class Router:
     """Routes of the file `path`. `configured`: model name → aliases, known before they have a route."""
@@ -95,16 +144,19 @@ class Router:
         path: Path,
         configured: Mapping[str, Iterable[str]],
         on_change: Callable[[Table], None] = lambda table: None,
+        settings: RouterSettings = RouterSettings(),
     ) -> None:
         self._path = path
         self._configured = {name: tuple(aliases) for name, aliases in configured.items()}
         self._names = {alias: name for name, aliases in self._configured.items() for alias in aliases}
         self._names.update((name, name) for name in self._configured)
         self._on_change = on_change
+        self._settings = settings
         self._signature: tuple[int, int, int] | None = None
         self._turn = 0
         self._checked_at = 0.0
-        self.table = Table(RoutesFile(), {})
+        self.queues: dict[str, Queue[Backend]] = {}
+        self.table = Table(RoutesFile(), {}, self._backend)
         self.refresh()
 
     # --- the table
@@ -121,7 +173,8 @@ class Router:
         if signature == self._signature:
             return
         try:
-            table = Table(msgspec.json.decode(self._path.read_bytes(), type=RoutesFile), self.table.backends)
+            file = msgspec.json.decode(self._path.read_bytes(), type=RoutesFile)
+            table = Table(file, self.table.backends, self._backend)
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             self._complain(signature, f"can't be used ({error})")
             return
@@ -129,11 +182,17 @@ class Router:
         self.table = table
         log.info("routes: epoch %d, %d models", table.epoch, len(table.entries))
         self._on_change(table)
+        for queue in self.queues.values():
+            queue.place()
 
     def _complain(self, signature: tuple[int, int, int], what: str) -> None:
         if signature != self._signature:
             self._signature = signature
             log.warning("routes file %s %s; keeping epoch %d", self._path, what, self.table.epoch)
+
+    def _backend(self, model: str, target: Target) -> Backend:
+        health = Health(f"{target.id} of {model}", self._settings, probed=self._settings.probed)
+        return Backend(model, target, health, self.queue(model))
 
     async def poll(self) -> None:
         """Runs until cancelled."""
@@ -150,34 +209,85 @@ class Router:
             raise model_not_found(name)
         return model
 
-    def claim(self, model: str, user: str, tried: Collection[str] = ()) -> Backend:
+    def claim(self, model: str, user: str, tried: Collection[str] = (), body: bytes = b"") -> Backend | None:
         """Picks a worker of a resolved model and counts the request on it in one step; `release` uncounts it.
 
-        `tried`: ids of targets that already refused this request. ApiError 503 when no other one is ready.
+        None when those that could take it are full, or have not said yet who they are: `wait` then. Nobody
+        who waits could have taken the place of one who needn't. ApiError 503 when there is no worker.
+
+        `tried`: ids of targets that already refused this request. `body`: its body, which tells the
+        conversation that it belongs to.
         """
         if time.monotonic() - self._checked_at > STALE_AFTER:
             self.refresh()
         entry = self.table.entries.get(model)
-        live = entry.live if entry is not None else ()
-        if tried:
-            live = tuple(backend for backend in live if backend.target.id not in tried)
-        if not live or entry is None:
+        if entry is None:
             raise self._unavailable(model, entry)
-        if len(live) == 1:
-            backend = live[0]
-        elif entry.routes.rollout_id is None:
-            backend = self._least_busy(live)
+        live = entry.live
+        if len(live) == 1 and not tried and live[0].health.clear:
+            backend: Backend | None = live[0]
+            if live[0].inflight >= live[0].limit:
+                return None
         else:
-            backend = sticky(live, entry.routes.salt, entry.routes.model, user)
-        backend.inflight += 1
+            backend = self._pick(entry, user, tried, body)
+        if backend is not None:
+            backend.inflight += 1
         return backend
 
-    def _least_busy(self, live: tuple[Backend, ...]) -> Backend:
-        self._turn += 1
-        start = self._turn % len(live)  # else the first of equals would get every request of a quiet model
-        return min(
-            live[start:] + live[:start], key=lambda backend: (backend.inflight + 1) / backend.target.weight_bp
+    async def wait(
+        self, model: str, user: str, priority: Priority, within: float, tried: Collection[str], body: bytes
+    ) -> Backend:
+        """A claim that was None, for at most `within` seconds; ApiError 503 when the model is overloaded."""
+        return await self.queue(model).wait(
+            partial(self.claim, model, user, tried, body), user, priority, within
         )
+
+    def queue(self, model: str) -> Queue[Backend]:
+        queue = self.queues.get(model)
+        if queue is None:
+            worth = partial(self._worth_placing, model)
+            queue = self.queues[model] = Queue(model, self._settings.queue_size, worth)
+        return queue
+
+    def _worth_placing(self, model: str) -> bool:
+        """Whether anything but None can come of a claim."""
+        entry = self.table.entries.get(model)
+        live = entry.live if entry is not None else ()
+        return not live or any(backend.inflight < backend.limit for backend in live)
+
+    def _pick(self, entry: Entry, user: str, tried: Collection[str], body: bytes) -> Backend | None:
+        now = time.monotonic()
+        known = [backend for backend in entry.live if backend.target.id not in tried]
+        usable = [backend for backend in known if backend.health.clear or backend.health.admits(now)]
+        if not usable:  # the last ones are never ejected, except those that aren't who they should be
+            usable = [backend for backend in known if backend.health.identified]
+        if not usable:
+            if any(not backend.health.asked for backend in known):
+                return None
+            raise self._unavailable(entry.routes.model, entry)
+        if entry.split:
+            usable = sticky(usable, entry.routes.salt, entry.routes.model, user)
+        free = [backend for backend in usable if backend.inflight < backend.limit]
+        if not free:
+            return None
+        backend = free[0] if len(free) == 1 else self._replica(free, usable, body)
+        if not backend.health.clear:
+            backend.health.taken(now)
+        return backend
+
+    def _replica(self, free: list[Backend], usable: list[Backend], body: bytes) -> Backend:
+        """The one that has the conversation, if it isn't overloaded: consistent hashing with bounded loads
+        (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350). Else the least busy."""
+        key = affinity.conversation_key(body) if body else None
+        if key is not None:
+            home = max(usable, key=lambda one: affinity.score(key, one.seed, one.target.weight_bp))
+            load = sum(one.inflight for one in usable) + 1
+            mean = load * home.target.weight_bp / sum(one.target.weight_bp for one in usable)
+            if home.inflight < min(home.limit, BALANCE * mean):
+                return home
+        self._turn += 1
+        start = self._turn % len(free)  # else the first of equals would get every request of a quiet model
+        return min(free[start:] + free[:start], key=lambda one: (one.inflight + 1) / one.target.weight_bp)
 
     def _unavailable(self, model: str, entry: Entry | None) -> ApiError:
         targets = entry.routes.targets if entry is not None else ()
@@ -198,16 +308,21 @@ class Router:
                 yield alias, model
 
     def not_ready(self) -> list[str]:
-        """Models without a ready target."""
+        """Models without a ready target that is who it should be."""
         entries = self.table.entries
         known = dict.fromkeys((*self._configured, *entries))
-        return [model for model in known if model not in entries or not entries[model].live]
+        return [model for model in known if model not in entries or not _any_good(entries[model].live)]
 
 
-def sticky(live: tuple[Backend, ...], salt: str, model: str, user: str) -> Backend:
-    """The split of a rollout: hash(salt, model, user) mod 10000 falls into one target's share.
+def _any_good(live: tuple[Backend, ...]) -> bool:
+    return any(backend.health.identified or not backend.health.asked for backend in live)
 
-    A pure function, so all gateways agree. Shares are laid out from the document's last target on: the
+
+def sticky(live: list[Backend], salt: str, model: str, user: str) -> list[Backend]:
+    """The replicas that a user gets in a rollout: hash(salt, model, user) mod 10000 falls into one variant's
+    share, which is the sum of its replicas' weights.
+
+    A pure function, so all gateways agree. Shares are laid out from the document's last variant on: the
     standby comes last in it and owns [0, weight), so raising its weight only moves users forward. Shares of
     targets that can't take the request are filled by the others in proportion.
     """
@@ -216,9 +331,12 @@ def sticky(live: tuple[Backend, ...], salt: str, model: str, user: str) -> Backe
     ).digest()
     bucket = int.from_bytes(digest) % FULL_WEIGHT
     total = sum(backend.target.weight_bp for backend in live)
+    variants: dict[str, list[Backend]] = {}
+    for backend in live:
+        variants.setdefault(backend.target.variant, []).append(backend)
     edge = 0
-    for backend in reversed(live):
-        edge += backend.target.weight_bp
+    for replicas in reversed(variants.values()):
+        edge += sum(backend.target.weight_bp for backend in replicas)
         if bucket * total < edge * FULL_WEIGHT:
-            return backend
-    return live[0]
+            return replicas
+    return live

@@ -19,7 +19,8 @@ TargetState = Literal["starting", "ready", "draining", "down"]
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that may get requests: `slot` names its place, `generation` counts the processes that filled
-    it, `restarts` those of them that took the place of a crashed one, since the supervisor started."""
+    it, `restarts` those of them that took the place of a crashed one, since the supervisor started. Targets
+    of one `variant` are replicas of each other; users are split between variants by weight."""
 
     slot: str
     generation: int
@@ -27,6 +28,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     weight_bp: int = FULL_WEIGHT
     state: TargetState = "starting"
     restarts: int = 0
+    variant: str = ""
 
     @property
     def id(self) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import logging
 import os
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 from contracts.errors import ApiError
 from gateway import routing
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
-from gateway.routing import Backend, Router, sticky
+from gateway.health import Health
+from gateway.routing import Backend, Router, RouterSettings, sticky
 
 
 def ready(slot: str, weight_bp: int = 10_000, **fields: Any) -> Target:
@@ -30,8 +33,14 @@ def write(path: Path, *targets: Target, epoch: int = 1, **fields: Any) -> None:
     write_routes(path, RoutesFile(epoch=epoch, models={"m": routes}))
 
 
+def claim(router: Router, user: str = "u", **options: Any) -> Backend:
+    backend = router.claim("m", user, **options)
+    assert backend is not None
+    return backend
+
+
 def slots(router: Router, count: int, user: str = "u") -> list[str]:
-    return [router.claim("m", user).target.slot for _ in range(count)]
+    return [claim(router, user).target.slot for _ in range(count)]
 
 
 def test_only_ready_targets_with_weight_get_requests(path: Path) -> None:
@@ -44,13 +53,11 @@ def test_only_ready_targets_with_weight_get_requests(path: Path) -> None:
 def test_the_least_busy_of_equals_is_taken(path: Path) -> None:
     write(path, ready("a"), ready("b"), ready("c"))
     router = Router(path, {})
-    claims = [router.claim("m", "u") for _ in range(30)]
-    assert [backend.inflight for backend in {claim.target.slot: claim for claim in claims}.values()] == [
-        10
-    ] * 3
-    for claim in claims:
-        if claim.target.slot == "b":
-            claim.release()
+    taken = [claim(router) for _ in range(30)]
+    assert [backend.inflight for backend in {one.target.slot: one for one in taken}.values()] == [10] * 3
+    for backend in taken:
+        if backend.target.slot == "b":
+            backend.release()
     assert slots(router, 5) == ["b"] * 5
 
 
@@ -59,7 +66,7 @@ def test_quiet_requests_spread_too(path: Path) -> None:
     router = Router(path, {})
     taken = []
     for _ in range(10):
-        backend = router.claim("m", "u")
+        backend = claim(router)
         taken.append(backend.target.slot)
         backend.release()
     assert taken.count("a") == taken.count("b") == 5
@@ -71,9 +78,16 @@ def test_unequal_weights_share_in_proportion(path: Path) -> None:
     assert taken.count("b") == pytest.approx(25, abs=2)
 
 
+CLEAR = Health("t", RouterSettings(), probed=False)
+
+
 def share(weights: list[int], users: int, salt: str = "s") -> list[str]:
-    live = tuple(Backend("m", ready(f"t{index}", weight)) for index, weight in enumerate(weights))
-    return [sticky(live, salt, "m", f"user{user}").target.slot for user in range(users)]
+    router = Router(Path("none"), {})
+    live = [
+        Backend("m", ready(f"t{index}", weight, variant=f"v{index}"), CLEAR, router.queue("m"))
+        for index, weight in enumerate(weights)
+    ]
+    return [sticky(live, salt, "m", f"user{user}")[0].target.slot for user in range(users)]
 
 
 def test_sticky_split_keeps_to_the_weights_and_to_the_user() -> None:
@@ -91,11 +105,11 @@ def test_raising_the_standby_only_moves_users_forward() -> None:
 
 
 def test_sticky_split_fills_the_share_of_a_target_that_refused(path: Path) -> None:
-    write(path, ready("a", 5000), ready("b", 5000), rollout_id="r", salt="s")
+    write(path, ready("a", 5000, variant="old"), ready("b", 5000, variant="new"), salt="s")
     router = Router(path, {})
     users = [f"u{index}" for index in range(50)]
-    assert {router.claim("m", user).target.slot for user in users} == {"a", "b"}
-    assert {router.claim("m", user, {"b.1"}).target.slot for user in users} == {"a"}
+    assert {claim(router, user).target.slot for user in users} == {"a", "b"}
+    assert {claim(router, user, tried={"b.1"}).target.slot for user in users} == {"a"}
 
 
 def test_names(path: Path) -> None:
@@ -130,10 +144,10 @@ def test_known_model_without_a_live_target_is_503(path: Path, states: list[Any],
 def test_inflight_outlives_the_table_that_counted_it(path: Path) -> None:
     write(path, ready("a"), ready("b", weight_bp=0))
     router = Router(path, {})
-    old = router.claim("m", "u")
+    old = claim(router)
     write(path, ready("b"), epoch=2)
     router.refresh()
-    assert router.claim("m", "u").target.slot == "b"
+    assert claim(router).target.slot == "b"
     assert router.table.backends["m", "a.1"] is old
     old.release()
     write(path, ready("b"), epoch=3)
@@ -167,22 +181,22 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
         path.write_bytes(content)
     for _ in range(3):
         router.refresh()
-        assert router.claim("m", "u").target.slot == "a"
+        assert claim(router).target.slot == "a"
     assert router.table.epoch == 4
     assert [str(path) in message and "epoch 4" in message for message in caplog.messages] == [True]
     write(path, ready("b"), epoch=5)
     router.refresh()
-    assert router.claim("m", "u").target.slot == "b"
+    assert claim(router).target.slot == "b"
 
 
 def test_a_stale_table_is_read_again_before_a_claim(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path, ready("a"))
     router = Router(path, {})
     write(path, ready("b"), epoch=2)
-    assert router.claim("m", "u").target.slot == "a"
+    assert claim(router).target.slot == "a"
     now = routing.time.monotonic()
     monkeypatch.setattr(routing.time, "monotonic", lambda: now + routing.STALE_AFTER + 0.1)
-    assert router.claim("m", "u").target.slot == "b"
+    assert claim(router).target.slot == "b"
 
 
 def test_a_replaced_file_of_equal_size_and_time_is_seen(path: Path) -> None:
@@ -193,4 +207,214 @@ def test_a_replaced_file_of_equal_size_and_time_is_seen(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert os.stat(path).st_size == status.st_size
     router.refresh()
-    assert router.claim("m", "u").target.slot == "b"
+    assert claim(router).target.slot == "b"
+
+
+def test_a_split_goes_by_user_between_variants_and_by_load_between_replicas(path: Path) -> None:
+    write(
+        path,
+        ready("a0", 4500, variant="old"),
+        ready("a1", 4500, variant="old"),
+        ready("b0", 500, variant="new"),
+        ready("b1", 500, variant="new"),
+        salt="s",
+    )
+    router = Router(path, {})
+    users = [f"u{index}" for index in range(2000)]
+    first = [claim(router, user).target.slot for user in users]
+    again = [claim(router, user).target.slot for user in users]
+    assert [slot[0] for slot in first] == [slot[0] for slot in again]
+    assert [slot[0] for slot in first].count("b") == pytest.approx(200, abs=50)
+    for variant in "ab":
+        loads = [b.inflight for b in router.table.backends.values() if b.target.slot[0] == variant]
+        assert abs(loads[0] - loads[1]) <= 1
+
+
+def chat(*texts: str, **fields: Any) -> bytes:
+    roles = itertools.cycle(["user", "assistant"])
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    system = {"role": "system", "content": "Be brief. " * 40}
+    return json.dumps({"model": "m", **fields, "messages": [system, *turns]}).encode()
+
+
+def replicas(path: Path, count: int, epoch: int = 1) -> None:
+    write(path, *(ready(f"r{index}") for index in range(count)), epoch=epoch)
+
+
+def homes(router: Router, conversations: int) -> list[str]:
+    found = []
+    for number in range(conversations):
+        backend = claim(router, body=chat(f"question {number}"))
+        found.append(backend.target.slot)
+        backend.release()
+    return found
+
+
+def test_a_conversation_stays_with_its_replica(path: Path) -> None:
+    replicas(path, 4)
+    router = Router(path, {})
+    for number in range(40):
+        turns = [f"{{question}} {number}", "an answer", "another question", "an answer", "a third"]
+        slots = set()
+        for length in (1, 3, 5):
+            backend = claim(router, f"user{length}", body=chat(*turns[:length]))
+            slots.add(backend.target.slot)
+            backend.release()
+        assert len(slots) == 1
+    counts = [homes(router, 400).count(f"r{index}") for index in range(4)]
+    assert all(60 <= count <= 140 for count in counts)
+
+
+def test_a_changed_set_of_replicas_moves_few_conversations(path: Path) -> None:
+    replicas(path, 4)
+    router = Router(path, {})
+    before = homes(router, 400)
+    replicas(path, 5, epoch=2)
+    router.refresh()
+    after = homes(router, 400)
+    moved = [new for old, new in zip(before, after) if old != new]
+    assert set(moved) == {"r4"}
+    assert len(moved) == pytest.approx(80, abs=35)
+    replicas(path, 4, epoch=3)
+    router.refresh()
+    assert homes(router, 400) == before
+
+
+def test_a_popular_conversation_overflows_to_the_least_busy(path: Path) -> None:
+    replicas(path, 4)
+    router = Router(path, {})
+    for _ in range(100):
+        claim(router, body=chat("the same for all"))
+    loads = sorted(backend.inflight for backend in router.table.backends.values())
+    assert sum(loads) == 100
+    assert loads[-1] <= 1.25 * 25 + 1
+    assert loads[0] >= 20
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", b'"messages"', b'{"messages":', b'{"prompt": 3}', b'{"messages": []}', b"\xff" * 99],
+)
+def test_any_body_finds_a_replica(path: Path, body: bytes) -> None:
+    replicas(path, 3)
+    router = Router(path, {})
+    for _ in range(9):
+        claim(router, body=body)
+    assert sum(backend.inflight for backend in router.table.backends.values()) == 9
+
+
+def test_a_full_worker_is_not_given_more_and_the_others_are(path: Path) -> None:
+    replicas(path, 2)
+    router = Router(path, {})
+    for backend in router.table.backends.values():
+        backend.limit = 2
+    claims = [claim(router, body=chat("same")) for _ in range(4)]
+    assert router.claim("m", "u") is None
+    claims[0].release()
+    assert claim(router).target == claims[0].target
+    assert router.claim("m", "u", {"r0.1", "r1.1", "x"}.difference({"r1.1"})) is None
+
+
+async def test_a_released_place_goes_to_who_waits(path: Path) -> None:
+    replicas(path, 2)
+    router = Router(path, {})
+    for backend in router.table.backends.values():
+        backend.limit = 1
+    first, second = claim(router), claim(router)
+    waiting = [asyncio.create_task(router.wait("m", f"u{n}", "normal", 20, (), b"")) for n in range(3)]
+    await asyncio.sleep(0)
+    first.release()
+    assert router.claim("m", "u") is None  # nobody overtakes
+    assert (await waiting[0]).target == first.target
+    router.table.backends["m", second.target.id].limit = 2
+    router.queue("m").place()
+    assert (await waiting[1]).target == second.target
+    write(path, epoch=2)
+    router.refresh()  # no worker left: nobody waits for nothing
+    with pytest.raises(ApiError) as caught:
+        await waiting[2]
+    assert caught.value.status == 503
+
+
+def probed(path: Path, **settings: Any) -> Router:
+    return Router(path, {}, settings=RouterSettings(**settings))
+
+
+def test_failures_eject_a_target_for_a_while_then_one_trial_decides(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(routing.time, "monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    replicas(path, 2)
+    router = probed(path, max_fails=3, fail_timeout=10)
+    bad = router.table.backends["m", "r0.1"]
+
+    def taken(count: int) -> int:
+        backends = [claim(router) for _ in range(count)]
+        for backend in backends:
+            backend.release()
+        return sum(backend is bad for backend in backends)
+
+    for _ in range(2):
+        bad.health.failed()
+    now += 11  # those were too long ago
+    bad.health.failed()
+    bad.health.failed()
+    assert taken(10) == 5
+    bad.health.failed()
+    assert (taken(10), bad.health.serving) == (0, False)
+    now += 9
+    assert taken(10) == 0
+    now += 2
+    assert taken(10) == 1  # the trial
+    bad.health.failed()
+    now += 9
+    assert taken(10) == 0
+    now += 2
+    assert taken(10) == 1  # its client left: the next trial comes later
+    now += 11
+    assert taken(10) == 1
+    bad.health.succeeded()
+    assert (taken(10), bad.health.clear) == (5, True)
+    assert [record.levelname for record in caplog.records if "target" in record.message] == [
+        "WARNING",
+        "INFO",
+    ]
+
+
+def test_the_last_target_is_never_ejected(path: Path) -> None:
+    replicas(path, 2)
+    router = probed(path, max_fails=1, fail_timeout=1000)
+    for backend in router.table.backends.values():
+        backend.health.failed()
+    assert set(slots(router, 10)) == {"r0", "r1"}
+    router.table.backends["m", "r0.1"].health.probed(identified=True, up=False)
+    router.table.backends["m", "r1.1"].health.probed(identified=True, up=False)
+    assert set(slots(router, 10)) == {"r0", "r1"}
+    assert claim(router, tried={"r0.1"}).target.slot == "r1"
+
+
+def test_max_fails_0_counts_nothing(path: Path) -> None:
+    replicas(path, 2)
+    router = probed(path, max_fails=0)
+    for _ in range(100):
+        router.table.backends["m", "r0.1"].health.failed()
+    assert set(slots(router, 10)) == {"r0", "r1"}
+
+
+def test_who_is_not_identified_gets_nothing_not_even_as_the_last(path: Path) -> None:
+    replicas(path, 2)
+    router = probed(path, probed=True)
+    assert router.claim("m", "u") is None
+    liar, honest = (router.table.backends["m", f"r{index}.1"] for index in range(2))
+    liar.health.probed(identified=False, up=False, why="x.1 answers at its address")
+    assert router.claim("m", "u") is None
+    assert router.not_ready() == []
+    honest.health.probed(identified=True, up=True)
+    assert slots(router, 10) == ["r1"] * 10
+    honest.health.probed(identified=False, up=False)
+    with pytest.raises(ApiError) as caught:
+        router.claim("m", "u")
+    assert (caught.value.status, caught.value.code) == (503, "model_unavailable")
+    assert router.not_ready() == ["m"]
