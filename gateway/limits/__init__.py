@@ -24,7 +24,17 @@ a killed gateway held returns by itself, which a counter can't do.
 `Refused` becomes a 429, `Unavailable` a 503. All times are integer microseconds inside and seconds outside.
 """
 
-from gateway.limits.limiter import Charge, Granted, Limit, Limiter, LimiterState, Quota, Refused, Unavailable
+from gateway.limits.limiter import (
+    Charge,
+    Granted,
+    Limit,
+    Limiter,
+    LimiterState,
+    Policy,
+    Quota,
+    Refused,
+    Unavailable,
+)
 from gateway.limits.memory import MemoryLimiter
 from gateway.limits.rules import Kind, Scope
 
@@ -36,6 +46,7 @@ __all__ = [
     "Limiter",
     "LimiterState",
     "MemoryLimiter",
+    "Policy",
     "Quota",
     "Refused",
     "Scope",

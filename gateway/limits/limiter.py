@@ -8,11 +8,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 from gateway.limits.rules import MINUTE, SECOND, Kind, LeaseRule, Rate, RateRule, Rule, Scope
 
+# While Redis can't be asked: a part of the limits in memory, no limits, or no requests.
+Policy = Literal["local", "open", "closed"]
+
 LONGEST_BURST_S = 31 * 86400
+MOST_TOKENS = 10**9  # a minute
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,80}")
 
 
@@ -40,10 +44,14 @@ class Limit:
         if self.concurrency is not None and self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, not {self.concurrency}")
         if self.tokens_per_minute is not None:
-            if not 1 <= self.tokens_per_minute <= 10**9:
+            if not 1 <= self.tokens_per_minute <= MOST_TOKENS:
                 raise ValueError(f"tokens_per_minute must be from 1 to 10^9, not {self.tokens_per_minute}")
             rate = Rate.of(self.tokens_per_minute, MINUTE, self.tokens_per_minute)
             object.__setattr__(self, "tokens", rate)
+
+    @property
+    def bounds_anything(self) -> bool:
+        return self.requests is not None or self.concurrency is not None or self.tokens is not None
 
     def shared(self, gateways: int) -> Limit:
         """One gateway's part where `gateways` can't see each other's counts; whole numbers stay over 0."""
@@ -189,6 +197,16 @@ class Granted:
     def quotas(self) -> list[Quota]:
         """Every limit that was charged, after that."""
         return [quota(rule, value) for rule, value in zip(self.rules, self._values, strict=True)]
+
+    def tightest(self, kind: Kind) -> Quota | None:
+        """Of the limits of a kind that were charged, the one with the least left."""
+        found: tuple[int, Rule, int] | None = None
+        for rule, value in zip(self.rules, self._values, strict=True):
+            if rule.kind is kind:
+                left = rule.view(value)[1]
+                if found is None or left < found[0]:
+                    found = left, rule, value
+        return None if found is None else quota(found[1], found[2])
 
     def settle(self, tokens: int) -> None:
         """Replaces the reservation by the tokens used, prompt and answer; an aborted request's too."""

@@ -9,15 +9,22 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Literal
 
-from gateway.limits.limiter import Charge, Granted, LimiterState, Refused, Unavailable, refusal, rules_of
+from gateway.limits.limiter import (
+    Charge,
+    Granted,
+    LimiterState,
+    Policy,
+    Refused,
+    Unavailable,
+    refusal,
+    rules_of,
+)
 from gateway.limits.memory import MemoryLimiter
 from gateway.limits.redis_channel import LAST_RETRY_S, RedisChannel, RedisFault
 from gateway.limits.redis_link import SCRIPT, Operation, RedisLink, slot_tag
 from gateway.limits.rules import SECOND, LeaseRule, RateRule, Rule, Scope
 
-Policy = Literal["local", "open", "closed"]
 RENEWED_AT_ONCE = 32
 GATEWAYS = "{gateways}"
 

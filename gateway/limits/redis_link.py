@@ -85,6 +85,10 @@ class RedisLink:
         """Raises unless this key's server takes writes."""
         await self._client.execute_command("SET", key, 1, "PX", 1000)
 
+    async def execute(self, *words: Any) -> Any:
+        """A command outside the script."""
+        return await self._client.execute_command(*words)
+
     async def aclose(self) -> None:
         await self._client.aclose()
 

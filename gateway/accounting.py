@@ -1,0 +1,166 @@
+"""What requests really used: asked of their workers after the fact, in batches, off the requests' path.
+
+A whole answer says it in a header. Streams and requests whose client left are asked about here: one question
+at a time goes to each worker, with all names that wait by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from contracts.headers import USAGE
+from contracts.usage import MAX_IDS, Usage, UsageReport, parse_usage
+from gateway.connection import UpstreamError
+from gateway.upstream import Upstream
+
+ANSWER_SECONDS = 2.0  # for one question; a worker waits half a second of it for requests that are ending
+PATIENCE_SECONDS = 10.0  # for one request: its abort waits for the step that it is in
+PAUSE_SECONDS = 0.1
+MAX_WAITING = 20_000  # names for one worker
+MAX_ANSWER = 64 * 1024  # bytes
+CLOSE_SECONDS = 2.0
+
+OnUsage = Callable[[Usage | None], None]
+
+_decoder = msgspec.json.Decoder(list[UsageReport])
+_PROCESS = secrets.token_hex(8).encode()
+_serial = itertools.count(1)
+
+log = logging.getLogger(__name__)
+
+
+def usage_name() -> bytes:
+    """A name under which a worker keeps one request's usage; no client can guess or choose it."""
+    return b"%b-%x" % (_PROCESS, next(_serial))
+
+
+def usage_line(name: bytes) -> bytes:
+    """The header line that asks a worker to keep it."""
+    return b"%b: %b\r\n" % (USAGE.encode(), name)
+
+
+def usage_in_header(value: bytes) -> Usage | None:
+    return parse_usage(value) if value else None
+
+
+@dataclass(slots=True)
+class _Question:
+    name: bytes
+    ends_at: float
+    done: OnUsage
+
+
+@dataclass(frozen=True)
+class _Timeouts:
+    connect: float = ANSWER_SECONDS
+    first_byte: float = ANSWER_SECONDS
+    idle: float = ANSWER_SECONDS
+    total: float = ANSWER_SECONDS
+
+
+class UsageCollector:
+    """Finds out what requests used. `unknown` counts those of which nobody could say it."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.unknown = 0
+        self._upstream = upstream
+        self._waiting: dict[str, deque[_Question]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._closing = False
+
+    def ask(self, address: str, name: bytes, done: OnUsage) -> None:
+        """`done` gets the usage of the request `name` once the worker at `address` has ended it; None when it
+        is gone, knows nothing of it, or doesn't end it in time. Never waits and never raises."""
+        waiting = self._waiting.setdefault(address, deque())
+        if self._closing or len(waiting) >= MAX_WAITING:
+            self._give_up(done)
+            return
+        waiting.append(_Question(name, asyncio.get_running_loop().time() + PATIENCE_SECONDS, done))
+        if address not in self._asking:
+            self._asking[address] = asyncio.create_task(self._ask_all(address), name="usage")
+
+    async def aclose(self) -> None:
+        """Waits a moment for what is asked; the rest stays unknown."""
+        self._closing = True
+        tasks = list(self._asking.values())
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+            for task in late:
+                task.cancel()
+        for waiting in self._waiting.values():
+            while waiting:
+                self._give_up(waiting.popleft().done)
+
+    async def _ask_all(self, address: str) -> None:
+        waiting = self._waiting[address]
+        try:
+            while waiting:
+                batch = [waiting.popleft() for _ in range(min(MAX_IDS, len(waiting)))]
+                reports: list[UsageReport] = []
+                try:
+                    reports = await self._fetch(address, batch)
+                except (UpstreamError, msgspec.MsgspecError) as error:
+                    log.debug("usage of %d requests on %s: %s", len(batch), address, error)
+                finally:  # also when cancelled: everybody who asked is answered, or waits
+                    unanswered = self._answer(batch, reports)
+                    waiting.extend(unanswered)
+                if unanswered and len(unanswered) == len(waiting):
+                    await asyncio.sleep(PAUSE_SECONDS)
+            del self._waiting[address]
+        finally:
+            del self._asking[address]
+
+    def _answer(self, batch: list[_Question], reports: list[UsageReport]) -> list[_Question]:
+        """Tells those whose usage is known or past hope; the others."""
+        now = asyncio.get_running_loop().time()
+        if len(reports) != len(batch):
+            reports = [UsageReport("unknown")] * len(batch)
+        unanswered = []
+        for question, report in zip(batch, reports, strict=True):
+            if report.state == "ended":
+                self._tell(question.done, report.usage)
+            elif now >= question.ends_at:
+                self._give_up(question.done)
+            else:
+                if report.state == "unknown":  # it may not have read the request yet, but not for long
+                    question.ends_at = min(question.ends_at, now + ANSWER_SECONDS)
+                unanswered.append(question)
+        return unanswered
+
+    async def _fetch(self, address: str, batch: list[_Question]) -> list[UsageReport]:
+        """One report each. UpstreamError or MsgspecError when there are none."""
+        names = b",".join([question.name for question in batch])
+        head = b"GET /internal/usage/%b HTTP/1.1\r\nhost: worker\r\n\r\n" % names
+        connection = self._upstream.take(address) or await self._upstream.connect(address, ANSWER_SECONDS)
+        try:
+            ends_at = asyncio.get_running_loop().time() + ANSWER_SECONDS
+            connection.start(head, b"", _Timeouts(), ANSWER_SECONDS, ends_at)
+            await connection.head()
+            body = bytearray()
+            while piece := await connection.read():
+                body += piece
+                if len(body) > MAX_ANSWER:
+                    raise UpstreamError("protocol", "too long an answer")
+            if connection.status == 404:
+                return [UsageReport("unknown")] * len(batch)
+            return _decoder.decode(body)
+        finally:
+            self._upstream.give_back(connection)
+
+    def _give_up(self, done: OnUsage) -> None:
+        self.unknown += 1
+        self._tell(done, None)
+
+    def _tell(self, done: OnUsage, usage: Usage | None) -> None:
+        try:
+            done(usage)
+        except Exception:
+            log.exception("what a request used could not be noted")

@@ -1,0 +1,58 @@
+"""What a request may come to in tokens, from its body: what is reserved until its real usage is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# Where a request sets no max_tokens: what answers of a chat usually come to, and the API's own default for
+# completions. What it used is charged in the end.
+USUAL_ANSWER = 256
+COMPLETION = 16
+BYTES_PER_TOKEN = 4  # of English text; other languages take more tokens, and are charged them in the end
+MAX_ANSWERS = 128
+
+
+class _Sized(msgspec.Struct):
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decoder = msgspec.json.Decoder(_Sized)
+_texts = msgspec.json.Decoder(list[str])
+
+
+def reservation(body: bytes) -> int:
+    """Tokens of the prompts, estimated, and of all answers at their longest. `body` is a JSON object."""
+    try:
+        sized = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the worker will say what is wrong
+        return USUAL_ANSWER
+    prompt, prompts = _prompt(bytes(sized.prompt))
+    answer = sized.max_tokens if _is_count(sized.max_tokens) else sized.max_completion_tokens
+    if not _is_count(answer):
+        answer = USUAL_ANSWER if sized.messages else COMPLETION
+    answers = min(sized.n, MAX_ANSWERS) if _is_count(sized.n) else 1
+    return prompt + len(sized.messages) // BYTES_PER_TOKEN + prompts * answers * int(answer)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _prompt(raw: bytes) -> tuple[int, int]:
+    """(tokens, number of prompts) of the field `prompt`: text, texts, token ids, or lists of those."""
+    start = raw[:64].replace(b" ", b"").replace(b"\n", b"")
+    if start.startswith(b'["'):
+        try:
+            texts = _texts.decode(raw)
+        except msgspec.MsgspecError:
+            return 0, 1
+        return sum(map(len, texts)) // BYTES_PER_TOKEN + len(texts), len(texts)
+    if start.startswith(b"["):
+        return raw.count(b",") + 1, max(1, raw.count(b"[") - 1)
+    return len(raw) // BYTES_PER_TOKEN, 1

@@ -1,0 +1,94 @@
+"""Limits set while the fleet runs, on their way into this gateway: by a file, and by Redis if there is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.limits.overrides import Entry, Overrides, OverridesFile, OverridesUnusable
+
+POLL_SECONDS = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class Shared(Protocol):
+    """Where gateways share them: `RedisOverrides`."""
+
+    async def exchange(self, ours: Overrides, *, changed: bool) -> dict[str, Entry]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class LiveOverrides:
+    """Keeps `apply` told of what is set. What was seen last holds while file or Redis can't be read."""
+
+    def __init__(
+        self, file: OverridesFile, shared: Shared | None, apply: Callable[[Overrides], None]
+    ) -> None:
+        self._file = file
+        self._shared = shared
+        self._apply = apply
+        self._entries: dict[str, Entry] = {}
+        self._complaint = ""
+        self._task: asyncio.Task[None] | None = None
+        self._read()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._poll(), name="limits")
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        if self._shared is not None:
+            await self._shared.aclose()
+
+    async def _poll(self) -> None:
+        unshared = True  # what is in the file was perhaps set while no gateway ran
+        while True:
+            if self._file.changed():
+                unshared |= self._read()
+            if self._shared is not None:
+                unshared = not await self._exchange(self._shared, unshared)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _read(self) -> bool:
+        """Whether there is news."""
+        try:
+            entries = self._file.read()
+        except OverridesUnusable as error:
+            self._complain(str(error))
+            return False
+        if entries == self._entries:
+            return False
+        self._use(entries)
+        return True
+
+    async def _exchange(self, shared: Shared, changed: bool) -> bool:
+        """False when Redis couldn't be asked; the limiter says so, loudly enough."""
+        try:
+            theirs = await shared.exchange(self._entries, changed=changed)
+        except Exception as error:  # whatever it is, it may pass
+            log.debug("limits set elsewhere can't be read: %s", type(error).__name__)
+            return False
+        if theirs:
+            self._use({**self._entries, **theirs})
+            try:
+                self._use(self._file.merge(theirs))
+            except OverridesUnusable as error:  # they hold all the same, until this gateway ends
+                self._complain(str(error))
+        return True
+
+    def _use(self, entries: dict[str, Entry]) -> None:
+        if entries != self._entries:
+            self._entries = entries
+            self._apply(entries)
+            log.info("limits: %d set while running", sum(bool(entry.bounds) for entry in entries.values()))
+
+    def _complain(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            self._complaint = complaint
+            log.error("%s", complaint)

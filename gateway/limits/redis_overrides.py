@@ -1,0 +1,75 @@
+"""Limits set while the fleet runs, shared by gateways through Redis.
+
+There they are a hash of subjects, and a number that changes with it: a gateway reads the number a few
+times a second, and the hash when that is another one than it knows. What Redis lacks it gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from gateway.limits.overrides import (
+    Entry,
+    Overrides,
+    entry_decoder,
+    newer,
+)
+from gateway.limits.redis_link import RedisLink
+
+REDIS_SECONDS = 1.0  # for one exchange
+
+# KEYS: the hash, the number. ARGV: pairs of subject and entry. Writes what is newer; the number after that.
+# Equal times go the way of `overrides.newer`: the caller sends only what should win.
+_PUT = """
+for i = 1, #ARGV, 2 do
+  local known = redis.call('HGET', KEYS[1], ARGV[i])
+  if not known or cjson.decode(known).at <= cjson.decode(ARGV[i + 1]).at then
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+end
+return redis.call('INCR', KEYS[2])
+"""
+
+log = logging.getLogger(__name__)
+
+
+class RedisOverrides:
+    """The map of all gateways of a fleet, in Redis. Errors are those of the client library."""
+
+    def __init__(self, url: str, prefix: str = "pagefleet") -> None:
+        self._link = RedisLink(url)
+        self._hash = f"{prefix}:{{limits}}:set"
+        self._number = f"{prefix}:{{limits}}:number"
+        self._known: bytes | None = None
+
+    async def exchange(self, ours: Overrides, *, changed: bool) -> dict[str, Entry]:
+        """Gives Redis what is newer in `ours`, when that has `changed` or Redis is another than before; what
+        is newer there."""
+        async with asyncio.timeout(REDIS_SECONDS):
+            number = await self._link.execute("GET", self._number)
+            if number is not None and number == self._known and not changed:
+                return {}
+            theirs = _decoded(await self._link.execute("HGETALL", self._hash))
+            if news := newer(ours, theirs):
+                words = [part for name, entry in news.items() for part in (name, msgspec.json.encode(entry))]
+                number = b"%d" % await self._link.execute("EVAL", _PUT, 2, self._hash, self._number, *words)
+            self._known = number
+            return newer(theirs, ours)
+
+    async def aclose(self) -> None:
+        await self._link.aclose()
+
+
+def _decoded(stored: Mapping[bytes, bytes]) -> dict[str, Entry]:
+    """What another version wrote and this one can't read is left alone."""
+    entries = {}
+    for name, value in stored.items():
+        try:
+            entries[name.decode()] = entry_decoder.decode(value)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            log.warning("limits set in Redis for %r can't be read by this version", name[:100])
+    return entries

@@ -1,0 +1,61 @@
+"""What is reserved for a request, before anybody knows its tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.limits.estimate import COMPLETION, USUAL_ANSWER, reservation
+
+WORDS = "The quick brown fox jumps over the lazy dog. "
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        ({"messages": [{"role": "user", "content": WORDS}], "max_tokens": 100}, 100),
+        ({"messages": [{"role": "user", "content": WORDS}], "max_completion_tokens": 70}, 70),
+        ({"messages": [{"role": "user", "content": WORDS}], "max_tokens": 100, "n": 3}, 300),
+        ({"messages": [{"role": "user", "content": WORDS}]}, USUAL_ANSWER),
+        ({"prompt": WORDS}, COMPLETION),
+        ({"prompt": WORDS, "max_tokens": None}, COMPLETION),
+        ({"prompt": [WORDS, WORDS], "max_tokens": 10, "n": 2}, 40),
+        ({"prompt": list(range(12)), "max_tokens": 10}, 10),
+        ({"prompt": [[1, 2, 3], [4, 5, 6]], "max_tokens": 10}, 20),
+    ],
+)
+def test_it_is_the_prompt_and_all_answers(body: dict[str, Any], answers: int) -> None:
+    """A sentence of nine words has ten to eleven tokens."""
+    prompt = reservation(json.dumps({"model": "m", **body}).encode()) - answers
+    assert 5 <= prompt <= 40
+
+
+def test_token_ids_count_exactly() -> None:
+    for prompt, prompts in (([7] * 500, 1), ([[7] * 250] * 2, 2)):
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}, indent=1).encode()
+        assert reservation(body) == 500 + prompts
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": -1},
+        {"max_tokens": "many"},
+        {"max_tokens": True},
+        {"max_tokens": 1.5, "n": 0},
+        {"n": 10**9, "max_tokens": 1},
+        {"prompt": ["a", 1]},
+        {"prompt": {"a": 1}},
+        {"prompt": []},
+        {"messages": "nonsense"},
+    ],
+)
+def test_nonsense_is_left_to_the_worker(body: dict[str, Any]) -> None:
+    assert 0 < reservation(json.dumps(body).encode()) < 1000
+
+
+def test_what_isnt_json_is_no_failure() -> None:
+    assert reservation(b"{") == USUAL_ANSWER
+    assert reservation(b'{"prompt": "\xff"}') > 0
