@@ -7,28 +7,31 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 
-
-def describe() -> dict[str, Any]:
-    """Versions, processor, card and the command, for a result file."""
-    import triton
-
-    info: dict[str, Any] = {
+def host() -> dict[str, Any]:
+    """Processor, Python and the command, for the result file of a bench that computes nothing."""
+    return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
     }
+
+
+def describe() -> dict[str, Any]:
+    """`host` and the versions and card that a bench of the engine depends on."""
+    import torch
+    import triton
+
+    info = {**host(), "torch": torch.__version__, "triton": triton.__version__}
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         info["gpu"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, {card.multi_processor_count} SMs"
@@ -38,6 +41,8 @@ def describe() -> dict[str, Any]:
 def gpu_rates() -> dict[str, float]:
     """Copy bandwidth (bytes read + written) in TB/s and the rate of an 8192³ bf16 product in TFLOP/s; random
     data."""
+    import torch
+
     source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
     target = torch.empty_like(source)
     copy = _median_ms(partial(target.copy_, source))
@@ -48,7 +53,7 @@ def gpu_rates() -> dict[str, float]:
 
 def cpu_gemm_gflops(threads: int) -> float:
     """float32 1024³ product in GFLOP/s with `threads` threads."""
-    import time
+    import torch
 
     torch.set_num_threads(threads)
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
@@ -61,6 +66,8 @@ def cpu_gemm_gflops(threads: int) -> float:
 
 
 def _median_ms(run: Callable[[], object], repeats: int = 20) -> float:
+    import torch
+
     for _ in range(3):
         run()
     times: list[float] = []
