@@ -33,6 +33,8 @@ from gateway.server import listen, serve
 @click.option("--host", help="Overrides gateway.host.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Overrides gateway.port; 0 takes a free one.")
 @click.option("--parent-pid", type=int, help="Ends when this process is no longer its parent.")
+@click.option("--slot", help="Which of the fleet's gateway processes this is; default: one by itself.")
+@click.option("--generation", type=int, default=0, help="Counts the processes that filled the slot.")
 def main(
     config: Path,
     state_dir: Path | None,
@@ -41,6 +43,8 @@ def main(
     host: str | None,
     port: int | None,
     parent_pid: int | None,
+    slot: str | None,
+    generation: int,
 ) -> None:
     """One gateway process in the foreground."""
     logging.basicConfig(
@@ -63,7 +67,8 @@ def main(
         sys.exit(2)
     state_dir = state_dir or fleet.supervisor.state_dir
     try:
-        serve(fleet, state_dir, routes or state_dir / "routes.json", listener, parent_pid)
+        routes = routes or state_dir / "routes.json"
+        serve(fleet, state_dir, routes, listener, parent_pid, slot=slot, generation=generation)
     except StoreUnusable as error:
         click.echo(str(error), err=True)
         sys.exit(1)  # not 2: what is busy or unreadable now may be there when the supervisor tries again

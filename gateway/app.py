@@ -12,6 +12,7 @@ from contracts.errors import ApiError
 from contracts.headers import REQUEST_ID
 from gateway import errors
 from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
+from gateway.board import Board, Peer
 from gateway.identity.authenticator import Authenticator
 from gateway.inbound import read_head
 from gateway.metrics import Metrics
@@ -31,7 +32,8 @@ class Gateway:
     """ASGI application.
 
     `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file;
-    `auth`: who may call, closed at the end. Generation and models need a key where keys are needed; what
+    `auth`: who may call, closed at the end; `board`, `peers`: where this process shows its numbers, and where
+    the others on the same port do. Generation and models need a key where keys are needed; what
     probes and scrapers ask for is open to all who reach the port.
     """
 
@@ -41,11 +43,13 @@ class Gateway:
         configured: Mapping[str, Iterable[str]],
         routes_path: Path,
         auth: Authenticator,
+        board: Board | None = None,
+        peers: Iterable[Peer] = (),
     ) -> None:
         self._auth = auth
         self.upstream = Upstream()
         self.router = Router(routes_path, configured, self._routes_changed)
-        self.metrics = Metrics(self.router)
+        self.metrics = Metrics(self.router, board, peers)
         self.proxy = Proxy(self.router, self.upstream, self.metrics, settings, auth)
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
         self._models = openai.ModelRoutes(self.router, auth)

@@ -27,6 +27,8 @@ from gateway.exchange import Exchange
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
 HEAD_SECONDS = 30.0  # in which a request's head must arrive
 LINGER_SECONDS = 2.0
+LAST_CALL_SECONDS = 1.0  # for idle connections of a process that ends
+LAST_LOOK_SECONDS = 0.05
 PIPELINE_LIMIT = 8
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
@@ -52,7 +54,7 @@ class ClientProtocol(asyncio.Protocol):
         self.loop = _loop or asyncio.get_running_loop()
         self.write_paused = False
         self._app = config.loaded_app
-        self._keep_alive = config.timeout_keep_alive
+        self._keep_alive: float = config.timeout_keep_alive
         self._server_state = server_state
         self._silence = silence
         self._parser = httptools.HttpRequestParser(self)
@@ -68,6 +70,8 @@ class ClientProtocol(asyncio.Protocol):
         self._asked = False  # a request has begun that isn't whole yet
         self._head_open = True
         self._refused = False
+        self._leaving = False
+        self._looked = False
         self._head_size = 0  # of the pieces before the one that is parsed
         self._piece_size = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -129,6 +133,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._asked = self._head_open = True
+        self._looked = False
         self._head_size = 0
         self._url = b""
         self._headers: Headers = []
@@ -158,7 +163,7 @@ class ClientProtocol(asyncio.Protocol):
         if self._odd_coding or version not in ("1.1", "1.0"):
             raise ValueError("not what this server speaks")
         self._head_open = False
-        keep_alive = version == "1.1" and parser.should_keep_alive()
+        keep_alive = version == "1.1" and parser.should_keep_alive() and not self._leaving
         exchange = Exchange(self, self._scope(version), keep_alive, self._expects_continue)
         self._latest = exchange
         if not self._serving:
@@ -232,11 +237,17 @@ class ClientProtocol(asyncio.Protocol):
             self._server_state.tasks.discard(exchange.task)
 
     def shutdown(self) -> None:
-        """Called by uvicorn: no request after those that are here."""
-        if not self._serving:
-            self._transport.close()
-        elif self._latest is not None:
-            self._latest.keep_alive = False
+        """Called by uvicorn when the process is to end: the next answer is the connection's last and says so.
+
+        An idle connection isn't closed at once: its client may have just asked, and would be reset.
+        """
+        self._leaving = True
+        self._keep_alive = LAST_CALL_SECONDS
+        if self._serving:
+            if self._latest is not None and not self._latest.started:
+                self._latest.keep_alive = False
+        elif not self._asked:
+            self._expect_within(LAST_CALL_SECONDS)
 
     # --- for the exchange
 
@@ -295,8 +306,11 @@ class ClientProtocol(asyncio.Protocol):
             self._expect_within(self._silence)  # what is missing isn't the client's fault, or nobody's loss
         elif self._asked:
             self._refuse(errors.request_timeout(HEAD_SECONDS if self._head_open else self._silence))
-        else:
+        elif self._looked:
             self._transport.close()
+        else:  # what the client sent meanwhile may lie in the socket of a loop that was busy
+            self._looked = True
+            self._expect_within(LAST_LOOK_SECONDS)
 
     def _refuse(self, error: ApiError) -> None:
         """Says why and takes nothing more; a client that still sends has a moment to read it."""

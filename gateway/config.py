@@ -147,11 +147,11 @@ class AuditSettings(_Block):
 
 
 class GatewaySettings(_Block):
-    """The gateway's process. `port` 0 takes a free one, which `pagefleet status` shows."""
+    """The gateway's processes, all on one port; 0 takes a free one, which `pagefleet status` shows."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[Count, Field(ge=0, le=65535)] = 8000
-    processes: Annotated[Count, Field(ge=1), _only(1, "leave it 1")] = 1
+    processes: Annotated[Count, Field(ge=1, le=64)] = 1
     redis_url: Annotated[str | None, AfterValidator(_no_redis)] = None
     auth: AuthSettings = AuthSettings()
     limits: GatewayLimits = GatewayLimits()

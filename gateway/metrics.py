@@ -1,16 +1,18 @@
-"""Prometheus metrics of one gateway process.
+"""Prometheus metrics of the gateway: of this process, or, with its peers' boards, of all of them together.
 
 Labels are models and targets of the routes table, never what a client sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.board import Board, Peer, Reading
+from gateway.families import Combine, Counter, Families, Gauge, Histogram, Labels
 from gateway.fleet.state import Target
 from gateway.routing import Router
 
@@ -19,79 +21,130 @@ OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0
 
 
 class Metrics:
-    """`done` counts one finished request; everything else is read from the router when scraped."""
+    """`done` counts one finished request. Others add what they count with `counter`, `histogram`, `gauge`.
 
-    def __init__(self, router: Router) -> None:
+    `board`: this process's; `peers`: those of the other processes, also of ones that are down.
+    """
+
+    def __init__(self, router: Router, board: Board | None = None, peers: Iterable[Peer] = ()) -> None:
+        self.board = board or Board()
+        self.peers = tuple(peers)
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self._families = Families(self._read)
+        self._gauges: list[Gauge] = []
+        self._router = router
+        self._requests = self.counter(
             "pagefleet_gateway_requests_total",
             "Requests by answer; 499: the client left first. No model or target: the request named none.",
             ["model", "target", "status"],
-            registry=self.registry,
         )
-        self._seconds = Histogram(
+        self._seconds = self.histogram(
             "pagefleet_gateway_request_seconds",
             "From the request's arrival to the end of its answer.",
             ["model"],
-            buckets=REQUEST_BUCKETS,
-            registry=self.registry,
+            REQUEST_BUCKETS,
         )
-        self._overhead = Histogram(
+        self._overhead = self.histogram(
             "pagefleet_gateway_overhead_seconds",
             "Of the time before the first byte, what wasn't spent waiting for the client or the worker.",
             ["model"],
-            buckets=OVERHEAD_BUCKETS,
-            registry=self.registry,
+            OVERHEAD_BUCKETS,
         )
+        self._add_gauges()
+        self.registry.register(self._families)
         self.registry.register(_RouteCollector(router))
-        self._counters: dict[tuple[str, str, int], Counter] = {}
-        self._histograms: dict[str, tuple[Histogram, Histogram]] = {}
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        """`name` ends in `_total`."""
+        counter = Counter(self.board, name, text, labels)
+        self._families.add(counter)
+        return counter
+
+    def histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(self.board, name, text, labels, buckets)
+        self._families.add(histogram)
+        return histogram
+
+    def gauge(
+        self,
+        name: str,
+        text: str,
+        read: Callable[[], Iterable[tuple[Labels, float]]],
+        labels: Sequence[str] = (),
+        combine: Combine = sum,
+    ) -> None:
+        """`read` gives (labels, value) pairs; `combine` makes one of the living processes' values."""
+        gauge = Gauge(self.board, name, text, labels, combine, read)
+        self._gauges.append(gauge)
+        self._families.add(gauge)
 
     def done(self, model: str, target: str, status: int, seconds: float, overhead: float | None) -> None:
         """`overhead`: None when no worker answered."""
-        key = (model, target, status)
-        counter = self._counters.get(key)
-        if counter is None:
-            counter = self._counters[key] = self._requests.labels(model, target, str(status))
-        counter.inc()
-        histograms = self._histograms.get(model)
-        if histograms is None:
-            histograms = self._histograms[model] = self._seconds.labels(model), self._overhead.labels(model)
-        histograms[0].observe(seconds)
+        self._requests.inc((model, target, str(status)))
+        of_model = (model,)
+        self._seconds.observe(of_model, seconds)
         if overhead is not None:
-            histograms[1].observe(overhead)
+            self._overhead.observe(of_model, overhead)
+
+    def publish(self) -> None:
+        """Shows the other processes that this one lives, and what its gauges say."""
+        for gauge in self._gauges:
+            gauge.publish()
+        self.board.beat()
 
     def render(self) -> bytes:
+        """The exposition format, text version 0.0.4."""
         return generate_latest(self.registry)
+
+    def _read(self) -> Iterator[Reading]:
+        self.publish()
+        yield self.board.read()
+        for peer in self.peers:
+            reading = peer.read()
+            if reading is not None:
+                yield reading
+
+    def _add_gauges(self) -> None:
+        router = self._router
+
+        def epoch() -> Iterator[tuple[Labels, float]]:
+            yield (), router.table.epoch
+
+        def inflight() -> Iterator[tuple[Labels, float]]:
+            for backend in router.table.backends.values():
+                yield (backend.model, backend.target.id), backend.inflight
+
+        self.gauge("pagefleet_gateway_processes", "Gateway processes that live.", lambda: [((), 1.0)])
+        self.gauge(
+            "pagefleet_route_epoch", "Version of the routes that all processes apply.", epoch, combine=min
+        )
+        self.gauge(
+            "pagefleet_route_epoch_max", "Newest version that one of them applies.", epoch, combine=max
+        )
+        self.gauge("pagefleet_gateway_inflight", "Requests on a target.", inflight, ["model", "target"])
 
 
 class _RouteCollector(Collector):
+    """What the routes document says, which is the same for all processes."""
+
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def collect(self) -> Iterator[Metric]:
-        table = self._router.table
-        epoch = GaugeMetricFamily("pagefleet_route_epoch", "Version of the routes that this gateway applies.")
-        epoch.add_metric([], table.epoch)
-        inflight = GaugeMetricFamily(
-            "pagefleet_gateway_inflight", "Requests on a target.", labels=["model", "target"]
-        )
         weight = GaugeMetricFamily(
             "pagefleet_route_weight", "Weight of a target in basis points.", labels=["model", "target"]
         )
-        for backend in table.backends.values():
-            inflight.add_metric([backend.model, backend.target.id], backend.inflight)
         restarts = CounterMetricFamily(
             "pagefleet_worker_restarts",
             "Workers that took the place of a crashed one, since the supervisor started.",
             labels=["model", "slot"],
         )
-        for model, entry in table.entries.items():
+        for model, entry in self._router.table.entries.items():
             for target in entry.routes.targets:
                 weight.add_metric([model, target.id], target.weight_bp)
             for slot, count in _restarts(entry.routes.targets).items():
                 restarts.add_metric([model, slot], count)
-        yield from (epoch, inflight, weight, restarts)
+        yield from (weight, restarts)
 
 
 def _restarts(targets: Iterable[Target]) -> dict[str, int]:

@@ -8,32 +8,42 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
 
+from gateway.acceptor import Acceptor
 from gateway.app import Gateway
+from gateway.board import Board, Peer
 from gateway.client_protocol import ClientProtocol
 from gateway.config import FleetFile
+from gateway.fleet.commands import gateway_slots
+from gateway.fleet.statedir import StateDir
 from gateway.identity.authenticator import open_authenticator
+from gateway.metrics import Metrics
 
 KEEP_ALIVE_SECONDS = 75  # over nginx's 60, so that nginx is the one who closes
-PARENT_CHECK_SECONDS = 0.5
-ORPHAN_GRACE_SECONDS = 1.0
+BEAT_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn's server that exits 0 after a graceful SIGTERM, and quickly once its supervisor is gone."""
+    """uvicorn's server that exits 0 after a graceful SIGTERM, and quickly once its supervisor is gone.
 
-    def __init__(self, config: uvicorn.Config, parent_pid: int | None = None) -> None:
+    Processes that share the socket (the peers of `metrics`) share the connections evenly.
+    """
+
+    def __init__(self, config: uvicorn.Config, metrics: Metrics, parent_pid: int | None = None) -> None:
         super().__init__(config)
+        self._metrics = metrics
         self._parent_pid = parent_pid
+        self._acceptors: list[Acceptor] = []
+        self._beating: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -50,6 +60,45 @@ class GatewayServer(uvicorn.Server):
     def _stop(self, number: int) -> None:
         log.info("%s: no new requests, finishing those in flight", signal.Signals(number).name)
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        peers = self._metrics.peers
+        await super().startup(sockets=[] if peers else sockets)
+        for listener in (sockets or ()) if peers else ():
+            self._acceptors.append(self._accept_from(listener, peers))
+        self._beating = asyncio.create_task(self._beat(), name="board")
+
+    def _accept_from(self, listener: socket.socket, peers: Sequence[Peer]) -> Acceptor:
+        protocol = partial(
+            cast(Any, self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        connections = self.server_state.connections
+        acceptor = Acceptor(listener, protocol, lambda: len(connections), self._metrics.board, peers)
+        acceptor.start()
+        return acceptor
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._metrics.board.leave()
+        for acceptor in self._acceptors:
+            await acceptor.close()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self._beating is not None:
+                self._beating.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._beating
+            self._metrics.board.close()
+
+    async def _beat(self) -> None:
+        """Also while it drains: whoever drains lives."""
+        while True:
+            self._metrics.board.connections = len(self.server_state.connections)
+            self._metrics.publish()
+            await asyncio.sleep(BEAT_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
         if self._parent_pid is not None and os.getppid() != self._parent_pid:
@@ -113,19 +162,27 @@ def serve(
     listener: socket.socket,
     parent_pid: int | None = None,
     loop: str = "uvloop",
+    slot: str | None = None,
+    generation: int = 0,
 ) -> None:
     """Serves until SIGTERM, SIGINT or the end of `parent_pid`, then finishes what is in flight.
 
-    `state_dir` holds the keys. StoreUnusable when they are needed and can't be read.
+    `state_dir` holds the keys; `slot`: which of a fleet's gateway processes this is, None: one by itself.
+    StoreUnusable when keys are needed and can't be read.
     """
     settings = fleet.gateway
     raise_open_files()
     limit_silence(listener, settings.timeouts.idle)
     auth = open_authenticator(settings.auth, state_dir)
-    app = Gateway(settings, {entry.name: entry.aliases for entry in fleet.models}, routes_path, auth)
-    server = GatewayServer(
-        make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop), parent_pid
-    )
+    board, peers = Board(), []
+    if slot is not None:
+        state = StateDir(state_dir)
+        board = Board(state.board(slot), generation)
+        peers = [Peer(state.board(other)) for other in gateway_slots(settings.processes) if other != slot]
+    models = {entry.name: entry.aliases for entry in fleet.models}
+    app = Gateway(settings, models, routes_path, auth, board, peers)
+    config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
+    server = GatewayServer(config, app.metrics, parent_pid)
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())
     server.run(sockets=[listener])
     log.info("gateway (pid %d) ended", os.getpid())

@@ -101,14 +101,15 @@ class Display:
 
     def _announce(self) -> None:
         """Says once that the fleet is up: when nothing is on its way any more and something can be used."""
-        expected = 1 + sum(entry.replicas for entry in self._fleet.models)
+        expected = self._fleet.gateway.processes + sum(entry.replicas for entry in self._fleet.models)
         states = [status.state for status in self._latest.values()]
         if self._announced or len(states) < expected or not set(states) <= SETTLED:
             return
         self._announced = True
         self.close()
         failed = [status.slot for status in self._latest.values() if status.state == "failed"]
-        if len(failed) >= expected - 1:
+        usable = {status.role for status in self._latest.values() if status.state != "failed"}
+        if usable != {"gateway", "worker"}:
             return
         if self._json:
             click.echo(json.dumps({"event": "up", "url": self._url(), "failed": failed}))

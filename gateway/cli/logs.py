@@ -39,9 +39,10 @@ def logs(name: str, state: StateDir, follow: bool, lines: int) -> None:
 
 def _find(state: StateDir, name: str) -> list[Path]:
     known = {path.stem: path for path in sorted(state.logs.glob("*.log"))}
-    if name in known:
+    ending = r"\d*" if name == "gateway" else r"-\d+"
+    replicas = [path for stem, path in known.items() if re.fullmatch(re.escape(name) + ending, stem)]
+    if name in known and name != "gateway":
         return [known[name]]
-    replicas = [path for stem, path in known.items() if re.fullmatch(re.escape(name) + r"-\d+", stem)]
     if replicas:
         return replicas
     of_model = [known[slot] for slot in _slots_of(state, name) if slot in known]

@@ -41,6 +41,12 @@ def slots_of(fleet: FleetFile) -> list[Slot]:
     return slots
 
 
+def gateway_slots(processes: int) -> list[str]:
+    """The slots of a fleet's gateway processes. A model's slot ends in a dash and a number, so never one of
+    these."""
+    return [f"gateway{index}" for index in range(processes)] if processes > 1 else ["gateway"]
+
+
 def option_flags(options: WorkerOptions) -> list[str]:
     """The flags that bring a worker from its defaults to `options`."""
     flags: list[str] = []
@@ -100,10 +106,11 @@ class Commands:
             *option_flags(options),
         ]
 
-    def gateway(self, config: Path, state_dir: Path, fd: int) -> list[str]:
+    def gateway(self, slot: str, generation: int, config: Path, state_dir: Path, fd: int) -> list[str]:
         return [
             *PYTHON,
             "gateway",
             *("--config", str(config), "--state-dir", str(state_dir)),
+            *("--slot", slot, "--generation", str(generation)),
             *("--fd", str(fd), "--parent-pid", str(self._parent)),
         ]

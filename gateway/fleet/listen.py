@@ -1,4 +1,8 @@
-"""The gateway's listening socket: bound before anything starts, and kept over gateway restarts."""
+"""The listening socket of all gateway processes: bound before anything starts, and kept over their restarts.
+
+Since it is one, what waits in its queue is taken by whichever process is there, and none of it is reset when
+one ends.
+"""
 
 from __future__ import annotations
 

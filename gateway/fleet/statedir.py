@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from gateway.board import make_board
 from gateway.fleet.errors import Conflict, InvalidFleet
 
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the closing NUL
@@ -44,6 +45,10 @@ class StateDir:
             return Path(self._sockets_elsewhere.read_text())
         except OSError:
             return self.run
+
+    def board(self, slot: str) -> Path:
+        """Where the gateway process in that slot shows its numbers."""
+        return self.run / f"{slot}.board"
 
     def log(self, slot: str) -> Path:
         return self.logs / f"{slot}.log"
@@ -97,6 +102,16 @@ class StateDir:
         if len(os.fsencode(self.run / longest)) > MAX_SOCKET_PATH:
             directory = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
             self._sockets_elsewhere.write_text(directory)
+
+    def place_boards(self, slots: Iterable[str]) -> None:
+        """A new board for each gateway process, and none of an earlier fleet's."""
+        for path in self.run.glob("*.board"):
+            path.unlink(missing_ok=True)
+        try:
+            for slot in slots:
+                make_board(self.board(slot))
+        except OSError as error:
+            raise self._unusable(error) from None
 
     def remove_sockets(self) -> None:
         """Takes away every socket, also those of a predecessor that crashed."""

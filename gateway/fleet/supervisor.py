@@ -18,15 +18,13 @@ from gateway.config import FleetFile
 from gateway.fleet import listen, logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
 from gateway.fleet.backends.local import LocalBackend
-from gateway.fleet.commands import Commands, Slot, slots_of
+from gateway.fleet.commands import Commands, Slot, gateway_slots, slots_of
 from gateway.fleet.errors import EXIT_FAILED, InvalidFleet
 from gateway.fleet.probes import GatewayProbe, WorkerProbe
 from gateway.fleet.publisher import Publisher
 from gateway.fleet.reaper import reap
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir, write_private
 from gateway.fleet.unit import StartLocks, Timing, Unit, UnitSpec, UnitStatus
-
-GATEWAY_SLOT = "gateway"
 
 
 class Supervisor:
@@ -46,6 +44,7 @@ class Supervisor:
         self._timing = timing or Timing(start_stall=settings.start_timeout, drain=settings.drain_timeout)
         self._notify = on_change
         self._slots = slots_of(fleet)
+        self._gateways = gateway_slots(fleet.gateway.processes)
         self._started = time.time()
         self._stop = asyncio.Event()
         self._quick = False
@@ -62,6 +61,7 @@ class Supervisor:
             self.state.remove_sockets()
             with self._listen() as self._listener:
                 self.state.place_sockets(slot.name for slot in self._slots)
+                self.state.place_boards(self._gateways)
                 self._write_snapshot()
                 yield self
         finally:
@@ -143,17 +143,19 @@ class Supervisor:
 
     def _make_units(self, backend: LocalBackend) -> list[Unit]:
         locks = StartLocks()
-        specs = [self._gateway_spec(), *(self._worker_spec(slot) for slot in self._slots)]
+        specs = [*map(self._gateway_spec, self._gateways), *map(self._worker_spec, self._slots)]
         return [Unit(spec, backend, locks, self._timing, self._changed) for spec in specs]
 
-    def _gateway_spec(self) -> UnitSpec:
+    def _gateway_spec(self, slot: str) -> UnitSpec:
         fd = self._listener.fileno()
         return UnitSpec(
-            slot=GATEWAY_SLOT,
+            slot=slot,
             role="gateway",
-            log=self.state.log(GATEWAY_SLOT),
-            launch=lambda generation: self._commands.gateway(self.state.config, self.state.root, fd),
-            probe=lambda generation: GatewayProbe(self.url),
+            log=self.state.log(slot),
+            launch=lambda generation: self._commands.gateway(
+                slot, generation, self.state.config, self.state.root, fd
+            ),
+            probe=lambda generation: GatewayProbe(self.state.board(slot), generation),
             fds=(fd,),
         )
 

@@ -28,6 +28,7 @@ class AdminRoutes:
 
     async def ready(self, scope: Scope, send: Send) -> None:
         """200 when every model has a ready worker, else 503 with the list of those that have none."""
+        self._router.refresh()  # so that all gateway processes say the same
         missing = self._router.not_ready()
         if not missing:
             await send_json(send, 200, {"status": "ready", "not_ready": []})

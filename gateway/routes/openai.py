@@ -26,12 +26,14 @@ class ModelRoutes:
 
     async def list(self, scope: Scope, send: Send) -> None:
         who = self._caller(scope)
+        self._router.refresh()  # so that all gateway processes say the same
         data = [_card(name, model) for name, model in self._router.models() if who.may_use(name, model)]
         await send_json(send, 200, {"object": "list", "data": data})
 
     async def get(self, scope: Scope, send: Send) -> None:
         who = self._caller(scope)
         name = scope["path"].removeprefix(MODELS + "/")
+        self._router.refresh()
         for known, model in self._router.models():
             if known == name and who.may_use(name, model):
                 await send_json(send, 200, _card(name, model))

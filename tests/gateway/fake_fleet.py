@@ -10,6 +10,7 @@ import gateway.fleet.supervisor as supervisor
 from gateway.cli import main
 from gateway.fleet.commands import Slot
 from gateway.fleet.restart import RestartPolicy
+from gateway.fleet.statedir import StateDir
 from gateway.fleet.unit import Timing
 
 SCRIPT = str(Path(__file__).with_name("fake_process.py"))
@@ -36,8 +37,10 @@ class FakeCommands:
         place = ["--uds", str(uds), "--slot", slot.name, "--generation", str(generation)]
         return [sys.executable, "-I", "-S", SCRIPT, "worker", slot.entry.name, *place]
 
-    def gateway(self, config: Path, state_dir: Path, fd: int) -> list[str]:
-        return [sys.executable, "-I", "-S", SCRIPT, "gateway", self._gateway, "--fd", str(fd)]
+    def gateway(self, slot: str, generation: int, config: Path, state_dir: Path, fd: int) -> list[str]:
+        board = StateDir(state_dir).board(slot)
+        place = ["--fd", str(fd), "--board", str(board), "--generation", str(generation)]
+        return [sys.executable, "-I", "-S", SCRIPT, "gateway", self._gateway, *place]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A worker or gateway without a model, for the supervisor: real processes, real sockets, chosen misbehaviour.
 
 fake_process.py worker BEHAVIOUR --uds PATH --slot S --generation G
-fake_process.py gateway BEHAVIOUR --fd N
+fake_process.py gateway BEHAVIOUR --fd N --board PATH --generation G
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -65,7 +66,20 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
         loop.call_later(0.5, os._exit, 3)
     if options.behaviour == "engine-dies":
         loop.call_later(0.5, say_and_exit)
+    if options.board is not None:
+        board = os.open(options.board, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(board, 0, 4096)
+        asyncio.ensure_future(sign(board, options.generation))  # noqa: RUF006
     await stop.wait()
+
+
+async def sign(board: int, generation: int) -> None:
+    """Lives, as gateway.board says it; that can't be imported here."""
+    magic = int.from_bytes(b"pfboard1", "little")
+    while True:
+        words = struct.pack("<6qd", magic, 64, os.getpid(), generation, 1, 0, time.monotonic())
+        os.pwrite(board, words, 0)
+        await asyncio.sleep(0.1)
 
 
 def say_and_exit() -> None:
@@ -82,6 +96,7 @@ def main() -> None:
     parser.add_argument("--slot")
     parser.add_argument("--generation", type=int)
     parser.add_argument("--fd", type=int)
+    parser.add_argument("--board")
     options = parser.parse_args()
     print(f"fake {options.role} starts as {options.behaviour}", flush=True)
     if options.behaviour == "bad-configuration":

@@ -60,7 +60,7 @@ class Rig:
         self.port = listener.getsockname()[1]
         auth = open_authenticator(self.settings.auth, self.folder)
         self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth)
-        self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1))
+        self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1), self.app.metrics)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

@@ -317,8 +317,8 @@ CASES = {
         "'x-real-ip'",
     ),
     "processes": (
-        "gateway: {processes: 4}\n" + GOOD,
-        ":1: gateway.processes: 4 is not supported yet; leave it 1",
+        "gateway: {processes: 65}\n" + GOOD,
+        ":1: gateway.processes: Input should be less than or equal to 64, not 65",
     ),
     "audit": (
         "gateway: {audit: {file: a.log}}\n" + GOOD,
