@@ -94,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
 
     # --- the exchange, as the proxy sees it
 
@@ -131,14 +132,32 @@ class Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             await self._wait()
-        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks.clear()
-        self._buffered = 0
+        data = self._taken()
         if self._paused:
             self._paused = False
             self._moved_at = self._loop.time()
             if not self.closed:
                 self._transport.resume_reading()
+        return data
+
+    async def pass_on(self, sink: Callable[[bytes], bool]) -> None:
+        """Gives body bytes to `sink` as they come, which saves waking this task for each piece of a stream.
+
+        Until `sink` returns False, as it can take no more now, or there is something that `read` must tell:
+        the last bytes, the end, a failure.
+        """
+        if self.complete or self._chunks or self._error is not None:
+            return
+        self._sink = sink
+        try:
+            await self._wait()
+        finally:
+            self._sink = None
+
+    def _taken(self) -> bytes:
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
         return data
 
     @property
@@ -193,6 +212,9 @@ class Connection(asyncio.Protocol):
             if not self.complete:  # else: bytes beyond the declared length; the answer itself is whole
                 self._fail(UpstreamError("protocol", f"invalid HTTP from the worker: {error}"))
                 self.close()
+        sink = self._sink if self._chunks and not self.complete and self._error is None else None
+        if sink is not None and sink(self._taken()):
+            return
         if self._buffered > HIGH_WATER and not self._paused and not self.closed:
             self._paused = True
             self._transport.pause_reading()

@@ -16,6 +16,7 @@ from typing import Protocol
 from gateway.asgi import Headers, Message, Receive, Scope, Send
 
 JOIN_BELOW = 64 * 1024  # a larger piece isn't copied to leave together with the head
+TAIL = 4  # bytes: enough to see the end of an event or a line
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -45,12 +46,14 @@ class Exchange:
     """Its own scope has it as `exchange`.
 
     `keep_alive`: whether the connection may carry another one after it; `on_leave`: called once, when the
-    client leaves before its answer is complete; `buffered`: bytes of the body that nobody took yet.
+    client leaves before its answer is complete; `buffered`: bytes of the body that nobody took yet;
+    `tail`: the last bytes of the answer's body so far.
     """
 
     __slots__ = (
         "_bodiless", "_body_ended", "_chunked", "_expects_continue", "_head", "_left", "_pieces", "_waiter",
-        "_wire", "buffered", "complete", "disconnected", "keep_alive", "on_leave", "scope", "started", "task",
+        "_wire", "buffered", "complete", "disconnected", "keep_alive", "on_leave", "scope", "started", "tail",
+        "task",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, scope: Scope, keep_alive: bool, expects_continue: bool) -> None:
@@ -61,6 +64,7 @@ class Exchange:
         self.buffered = 0
         self.disconnected = False
         self.started = False
+        self.tail = b""
         self.complete = False
         self.task: asyncio.Task[None] | None = None
         self._wire = wire
@@ -149,6 +153,13 @@ class Exchange:
         else:
             self._write(message["body"], message.get("more_body", False))
 
+    def pass_on(self, piece: bytes) -> bool:
+        """One more piece of a body that goes on, sent without waiting; False when the client should be waited
+        for now."""
+        if not self.disconnected:
+            self._write(piece, True)
+        return not self._wire.write_paused
+
     def _begin(self, status: int, headers: Headers) -> None:
         if self.started:
             raise RuntimeError("two heads for one request")
@@ -176,6 +187,7 @@ class Exchange:
     def _write(self, body: bytes, more: bool) -> None:
         if not self.started or self.complete:
             raise RuntimeError("a body before its head or after its end")
+        self.tail = body[-TAIL:] if len(body) >= TAIL else (self.tail + body)[-TAIL:]
         if self._bodiless:
             body = b""
         elif self._chunked:

@@ -70,7 +70,7 @@ class Proxy:
     async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; `path` is the route's own, never the client's spelling."""
         head = read_head(scope)
-        call = _Call(self, path, head, send)
+        call = _Call(self, path, head, scope["exchange"], send)
         auth, who = self._auth, None
         body_read = False
         try:
@@ -81,7 +81,7 @@ class Proxy:
             inbound = parse_body(body, scope)
             if who is None:
                 who = auth.authenticate(scope["headers"], peer_of(scope), inbound.user)
-            await call.run(inbound, who, scope["exchange"])
+            await call.run(inbound, who)
         except ClientGone:
             call.status = CLIENT_LEFT
         except ApiError as error:
@@ -129,10 +129,11 @@ class _StaleConnection(Exception):
 class _Call:
     """One request on its way, with what was decided so far."""
 
-    def __init__(self, proxy: Proxy, path: bytes, head: Head, send: Send) -> None:
+    def __init__(self, proxy: Proxy, path: bytes, head: Head, exchange: Exchange, send: Send) -> None:
         self.proxy = proxy
         self.path = path
         self.head = head
+        self.exchange = exchange
         self.send = send
         self.status = 500
         self.started = False
@@ -158,7 +159,7 @@ class _Call:
         seconds = time.perf_counter() - self.began
         self.proxy.metrics.done(self.model, target, self.status, seconds, self.overhead)
 
-    async def run(self, inbound: Inbound, who: Identity, exchange: Exchange) -> None:
+    async def run(self, inbound: Inbound, who: Identity) -> None:
         """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
         self.ready = time.perf_counter()
         model = self.proxy.router.resolve(inbound.model)
@@ -167,7 +168,7 @@ class _Call:
         if inbound.model_in_query:
             self.path += b"?model=" + quote(inbound.model, safe="").encode()
         loop = asyncio.get_running_loop()
-        watch = self.watch = _ClientWatch(exchange)
+        watch = self.watch = _ClientWatch(self.exchange)
         try:
             await self._try_targets(inbound, who.user, loop.time() + self.proxy.settings.timeouts.total)
         except asyncio.CancelledError:
@@ -273,7 +274,6 @@ class _Call:
         await send({"type": "http.response.start", "status": connection.status, "headers": headers})
         if stream is not None and not connection.pending:  # the first token may take long: the head goes now
             await send({"type": "http.response.body", "body": b"", "more_body": True})
-        tail = b""
         try:
             while True:
                 piece = await connection.read()
@@ -281,22 +281,22 @@ class _Call:
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return
-                tail = piece[-4:] if len(piece) >= 4 else (tail + piece)[-4:]
+                await connection.pass_on(self.exchange.pass_on)
         except UpstreamError as error:
             failure = self._failure(error)
             if error.kind == "broken":
                 failure = errors.stream_broken(self.model)
-            await self._end_broken(stream, tail, failure)
+            await self._end_broken(stream, failure)
         except asyncio.CancelledError:
             if self.watch is None or not self.watch.client_left:  # the gateway stops
-                await self._end_broken(stream, tail, errors.shutting_down())
+                await self._end_broken(stream, errors.shutting_down())
             raise
 
-    async def _end_broken(self, stream: errors.StreamFormat | None, tail: bytes, error: ApiError) -> None:
+    async def _end_broken(self, stream: errors.StreamFormat | None, error: ApiError) -> None:
         """A stream ends with an error; any other answer stays short, and the server closes the connection."""
         self.status = error.status
         if stream is not None:
-            event = errors.error_event(error, stream, tail)
+            event = errors.error_event(error, stream, self.exchange.tail)
             await self.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
