@@ -160,7 +160,7 @@ class Peer:
         try:
             status = os.fstat(descriptor)
             file = (status.st_ino, status.st_size)
-            if file != self._file:
+            if file != self._file and status.st_size >= _SIZE:
                 memory = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
                 self._integers, self._doubles = memory.cast("q"), memory.cast("d")
                 self._file = file
