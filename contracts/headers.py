@@ -3,9 +3,13 @@
 REQUEST_ID = "x-request-id"
 SERVED_MODEL = "x-pagefleet-model"
 SERVED_TARGET = "x-pagefleet-target"  # slot.generation
-REFUSED = "x-pagefleet-refused"  # "draining": refused before admission, safe to retry elsewhere
-DRAINING = "draining"
+REFUSED = "x-pagefleet-refused"  # why a worker refused before any work was done: safe to retry elsewhere
+DRAINING, QUEUE_FULL, LOADING = "draining", "queue_full", "loading"
 USER = "x-user-id"
 # In a request to a worker: a name, made by the gateway and never by a client, under which it may ask for what
 # the request used. In a whole answer to it: "PROMPT,COMPLETION,CACHED,FINISH_REASON", see UsageReport.
 USAGE = "x-pagefleet-usage"
+# In a request to a worker: the caller's class, one of PRIORITIES, most urgent first. Made by the gateway from
+# the caller's key and never passed on from a client; workers take it from this machine only.
+PRIORITY = "x-pagefleet-priority"
+PRIORITIES = ("high", "normal", "low")

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from worker.ipc.messages import EngineRequest, FinishReason
 
-# One step of priority is worth this many seconds of waiting: requests run in the order of arrival + priority
-# * AGEING, so that urgent ones go first and nothing starves.
+# Requests run in the order of arrival + priority * AGEING + class * CLASS_AGEING seconds, so that urgent ones
+# go first and nothing starves.
 AGEING = 10.0
+CLASS_AGEING = 60.0
 
 
 class Request:
@@ -20,6 +21,7 @@ class Request:
     """
 
     __slots__ = (
+        "_lag",
         "arrival",
         "cache_salt",
         "cached_tokens",
@@ -35,8 +37,10 @@ class Request:
         "pending",
         "prompt_length",
         "published",
+        "reclaimed",
         "row",
         "seed",
+        "service_class",
         "stop_tokens",
         "token_limit",
         "tokens",
@@ -50,7 +54,10 @@ class Request:
         self.params = params
         self.seed = message.seed
         self.arrival = message.arrival
-        self.order = (message.arrival + message.priority * AGEING, number)
+        self.service_class = message.service_class
+        self._lag = message.priority * AGEING + message.service_class * CLASS_AGEING
+        self.order = (message.arrival + self._lag, number)
+        self.reclaimed = 0  # times that its pages were taken for a more urgent class
         self.tokens = list(message.prompt_token_ids)
         self.prompt_length = len(self.tokens)
         self.pending = 0
@@ -69,6 +76,12 @@ class Request:
         self.token_limit = max_model_len  # prompt + output never get longer
         if params.max_tokens is not None:
             self.token_limit = min(self.token_limit, self.prompt_length + params.max_tokens)
+
+    def reclaim(self, now: float) -> None:
+        """Its pages went to a more urgent class: it waits as if it had just arrived, or it would be back
+        before the next of that class and lose them again."""
+        self.reclaimed += 1
+        self.order = (max(self.order[0], now + self._lag), self.order[1])
 
     @property
     def length(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.worker.fake_engine import MODEL, FakeEngine, in_process, make_state
+from tests.worker.fake_engine import INFO, MODEL, FakeEngine, in_process, make_state
 from worker.config import WorkerConfig
 from worker.ipc.messages import EngineRequest, EngineStats, Progress
 from worker.params import SamplingParams
@@ -72,7 +72,15 @@ async def test_health_is_about_progress_not_about_load() -> None:
     assert (status, body["error"]["code"]) == (503, "engine_stalled")
     engine.last_message = time.monotonic()
     assert (await get(state, "/health"))[0] == 200, "a step was taken"
-    assert (await get(state, "/health"))[1] == {"status": "ok", "engine": "ready", "draining": False}
+    assert (await get(state, "/health"))[1] == {
+        "status": "ok",
+        "engine": "ready",
+        "draining": False,
+        "inflight": 0,
+        "max_num_seqs": INFO.max_num_seqs,
+    }
+    with state.gate:
+        assert (await get(state, "/health"))[1]["inflight"] == 1
     state.gate.draining = True
     assert (await get(state, "/health"))[1]["draining"]
 

@@ -306,3 +306,34 @@ async def test_the_openai_client_understands_it() -> None:
                 model=MODEL, messages=[{"role": "user", "content": "Hi"}], temperature=9
             )
         assert refused.value.param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("headers", "client", "wanted", "given"),
+    [
+        ({}, "127.0.0.1", -9, (1, -9)),
+        ({"x-pagefleet-priority": "high"}, "127.0.0.1", 0, (0, 0)),
+        ({"x-pagefleet-priority": "low"}, "127.0.0.1", 5, (2, 5)),
+        # A request of one class can't pass for one of another.
+        ({"x-pagefleet-priority": "low"}, "127.0.0.1", -1_000_000, (2, -2)),
+        # From elsewhere, and unknown: nobody said anything.
+        ({"x-pagefleet-priority": "high"}, "192.0.2.1", -3, (1, -3)),
+        ({"x-pagefleet-priority": "highest"}, "127.0.0.1", 0, (1, 0)),
+        ({"x-pagefleet-priority": ""}, "127.0.0.1", 0, (1, 0)),
+    ],
+)
+async def test_the_class_comes_from_a_gateway_on_this_machine_only(
+    headers: dict[str, str], client: str, wanted: int, given: tuple[int, int]
+) -> None:
+    engine = FakeEngine()
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "priority": wanted,
+        "max_tokens": 1,
+    }
+    async with in_process(make_state(engine), (client, 1)) as http:
+        answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    (request,) = engine.submitted
+    assert (request.service_class, request.priority) == given

@@ -287,6 +287,7 @@ async def test_full_queue_is_a_503_to_retry() -> None:
         engine.paused = False
     assert answer.status_code == 503
     assert check_shape(answer.json())["code"] == "queue_full"
+    assert answer.headers["x-pagefleet-refused"] == "queue_full"
     assert int(answer.headers["retry-after"]) >= 1
     assert len(engine.submitted) == 3
 

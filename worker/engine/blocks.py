@@ -107,6 +107,10 @@ class PagePool:
         """How many of these cached pages nobody holds, so that holding them makes `num_free` smaller."""
         return sum(self._references[page] == 0 for page in pages)
 
+    def held_once(self, pages: Iterable[int]) -> int:
+        """How many of these pages `release` would free."""
+        return sum(self._references[page] == 1 for page in pages)
+
     def hold(self, pages: Iterable[int]) -> None:
         """Take one more reference to each of these cached pages."""
         for page in pages:

@@ -15,6 +15,7 @@ import itertools
 from dataclasses import dataclass
 
 from worker.engine.blocks import PagePool, page_hash, root_hash
+from worker.engine.classes import preemptible
 from worker.ipc.messages import FinishReason
 from worker.request import Request, Row, Step
 
@@ -42,6 +43,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._now = 0.0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._leaving: list[Request] = []  # finished, but a step in flight still writes their pages
 
@@ -72,6 +74,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Step:
         """The next step; empty when there is nothing to run. Marks its tokens as computed."""
+        self._now = now
         budget = self.config.max_num_batched_tokens
         rows: dict[Request, Row] = {}
         preempted_before = self.preemptions
@@ -90,7 +93,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - sum(row.count for row in rows.values())
 
         if self.preemptions == preempted_before:
-            self._admit(budget, rows, now)
+            self._admit(budget, rows)
         ordered = sorted(rows.values(), key=lambda row: not row.decode)
         for row in ordered:
             request = row.request
@@ -139,7 +142,7 @@ class Scheduler:
         return -(-tokens // self.pool.page_size)
 
     def _extend(self, request: Request, count: int, rows: dict[Request, Row]) -> int:
-        """Give a running request `count` more tokens in this step, preempting later ones for pages. Tokens
+        """Give a running request `count` more tokens in this step, preempting others for pages. Tokens
         scheduled."""
         need = self._pages_for(request.computed + count) - len(request.pages)
         while need > 0:
@@ -147,8 +150,8 @@ class Scheduler:
             if pages is not None:
                 request.pages += pages
                 break
-            victim = self.running[-1]
-            self._preempt(victim)
+            victim = self._victim(request)
+            self._preempt(victim, request)
             rows.pop(victim, None)
             if victim is request:
                 return 0
@@ -160,16 +163,16 @@ class Scheduler:
         sample = start + count == request.length
         rows[request] = Row(request, start, count, sample, decode=count == 1 and start > 0)
 
-    def _admit(self, budget: int, rows: dict[Request, Row], now: float) -> None:
+    def _admit(self, budget: int, rows: dict[Request, Row]) -> None:
         """Start waiting requests, in order, while their whole prompts fit next to what running prompts still
-        need."""
-        promised = sum(self._pages_for(r.length) - len(r.pages) for r in self.running if not r.decoding)
+        need, or can be made to fit at the cost of less urgent classes."""
+        promised = self._promised()
         # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of
         # the pool usable.
         watermark = min(len(self.running), self.pool.capacity // 50) if self.running else 0
         computing = self._pages_being_computed() if self.waiting else set()
         held_back = 0
-        while held_back < min(len(self.waiting), MOST_HELD_BACK) and budget > 0 and self._free_rows:
+        while held_back < min(len(self.waiting), MOST_HELD_BACK) and budget > 0:
             request = self.waiting[held_back]
             cached = self._cached_pages(request)
             if self._worth_waiting_for(request, len(cached), computing):
@@ -180,11 +183,17 @@ class Scheduler:
             if remaining > budget and not self.config.chunked_prefill and rows:
                 break
             need = self._pages_for(request.length) - len(cached) + self.pool.idle(cached)
-            if need + promised + watermark > self.pool.num_free:
-                break
+            short = need + promised + watermark - self.pool.num_free
+            if short > 0 or not self._free_rows:
+                returned = self._reclaim(request, short, rows)
+                if returned is None:
+                    break
+                budget += returned
+                promised = self._promised()
+                continue
             del self.waiting[held_back]
             count = min(remaining, budget) if self.config.chunked_prefill else remaining
-            self._start(request, cached, count, now)
+            self._start(request, cached, count)
             self._schedule_row(request, count, rows)
             computing |= self._unpublished(request)
             promised += self._pages_for(request.length) - len(request.pages)
@@ -206,7 +215,7 @@ class Scheduler:
         shared = itertools.takewhile(computing.__contains__, request.hashes[cached:])
         return sum(1 for _ in shared) * self.pool.page_size >= self.config.worth_waiting
 
-    def _start(self, request: Request, cached: list[int], count: int, now: float) -> None:
+    def _start(self, request: Request, cached: list[int], count: int) -> None:
         self.pool.hold(cached)
         request.pages = list(cached)
         request.published = len(cached)
@@ -216,7 +225,7 @@ class Scheduler:
         request.pages += fresh
         request.row = self._free_rows.pop()
         if not request.first_scheduled:
-            request.first_scheduled = now
+            request.first_scheduled = self._now
             request.cached_tokens = request.computed
             self.prefix_queries += request.length
             self.prefix_hits += request.computed
@@ -238,10 +247,43 @@ class Scheduler:
             hashes.append(page_hash(parent, request.tokens[start : start + size]))
         return hashes[:count]
 
-    def _preempt(self, request: Request) -> None:
+    def _victim(self, grower: Request) -> Request:
+        """Whose pages a running request gets: those of less urgent classes first, then the last of its own,
+        which may be itself; never those of a more urgent one."""
+        below = self._below(grower)
+        own = (other for other in reversed(self.running) if other.service_class == grower.service_class)
+        return below[0] if below else next(own)
+
+    def _below(self, request: Request) -> list[Request]:
+        return preemptible(self.running, request, self.pool.capacity, self.config.max_num_seqs)
+
+    def _reclaim(self, request: Request, pages: int, rows: dict[Request, Row]) -> int | None:
+        """Preempts running requests of less urgent classes until `pages` more are free, and a row. The tokens
+        that this step gets back; None when there aren't enough such requests, and then nothing happens."""
+        if all(other.service_class <= request.service_class for other in self.running):
+            return None
+        victims, gained = [], 0
+        for victim in self._below(request):
+            victims.append(victim)
+            gained += self.pool.held_once(victim.pages)
+            if gained >= pages:
+                break
+        if not victims or gained < pages:
+            return None
+        for victim in victims:
+            self._preempt(victim, request)
+        return sum(row.count for row in (rows.pop(victim, None) for victim in victims) if row is not None)
+
+    def _promised(self) -> int:
+        """Pages that running prompts still need."""
+        return sum(self._pages_for(r.length) - len(r.pages) for r in self.running if not r.decoding)
+
+    def _preempt(self, request: Request, cause: Request) -> None:
         """Back to waiting; what it computed is lost, except for pages that the prefix cache keeps until they
         are needed."""
         _remove(self.running, request)
+        if request.service_class > cause.service_class:
+            request.reclaim(self._now)
         self.preemptions += 1
         self._release(request)
         request.computed = 0

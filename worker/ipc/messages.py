@@ -9,7 +9,10 @@ from typing import Literal
 
 import msgspec
 
+from contracts.headers import PRIORITIES
 from worker.params import SamplingParams
+
+NORMAL = PRIORITIES.index("normal")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -26,6 +29,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     arrival: float = 0.0  # time.monotonic() of the server: the clock is the machine's
     # Ends that the tokenizer knows, beside the model's own; not for a request with ignore_eos.
     end_token_ids: tuple[int, ...] = ()
+    service_class: int = NORMAL  # index in contracts.headers.PRIORITIES
 
 
 class ToEngine(msgspec.Struct, array_like=True):

@@ -60,6 +60,8 @@ async def health(state: ServerState, exchange: Exchange) -> None:
             "status": "ok",
             "engine": engine.state if engine else "loading",
             "draining": state.gate.draining,
+            "inflight": state.gate.inside,
+            "max_num_seqs": engine.info.max_num_seqs if engine is not None and engine.info else None,
         }
     )
 

@@ -53,6 +53,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         continuation=False,
         external_id=exchange.request_id,
         account=exchange.account,
+        service_class=exchange.service_class,
         id_prefix="chatcmpl-",
         started=started,
     )

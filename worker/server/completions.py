@@ -47,6 +47,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         continuation=True,
         external_id=exchange.request_id,
         account=exchange.account,
+        service_class=exchange.service_class,
         id_prefix="cmpl-",
         started=started,
         default_length=DEFAULT_MAX_TOKENS,

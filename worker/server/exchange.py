@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import ApiError
-from contracts.headers import REQUEST_ID, SERVED_MODEL, USAGE
+from contracts.headers import PRIORITIES, PRIORITY, REQUEST_ID, SERVED_MODEL, USAGE
 from contracts.units import format_bytes
 from worker.server.usage import Account
 
@@ -84,6 +84,12 @@ class Exchange:
         self._framing: Framing | None = None
         self.request_id = _usable_name(self.header(REQUEST_ID)) or f"req-{uuid.uuid4().hex}"
         self.usage_name = _usable_name(self.header(USAGE))
+
+    @property
+    def service_class(self) -> int | None:
+        """The caller's class (index in PRIORITIES) as a gateway on this machine says; None: nobody does."""
+        named = self.header(PRIORITY)
+        return PRIORITIES.index(named) if named in PRIORITIES and self.is_local else None
 
     @property
     def path_params(self) -> Mapping[str, str]:

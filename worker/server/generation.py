@@ -13,8 +13,9 @@ from functools import partial
 import msgspec
 
 from contracts.errors import ApiError, bad_request, internal_error, unavailable
+from contracts.headers import QUEUE_FULL, REFUSED
 from worker.ipc.client import RequestStream
-from worker.ipc.messages import EngineInfo, EngineRequest, RequestOutput
+from worker.ipc.messages import NORMAL, EngineInfo, EngineRequest, RequestOutput
 from worker.params import SamplingParams, choice_seeds
 from worker.server.choice import Choice, Delta
 from worker.server.metrics import SequenceTimer
@@ -22,6 +23,8 @@ from worker.server.schemas import MAX_PROMPTS, Sampling
 from worker.server.state import ServerState, engine_dead
 from worker.server.text_model import context_too_long
 from worker.server.usage import Account
+
+MOST_RAISED = 2  # levels; less than the distance of two classes
 
 Step = list[tuple[Choice, Delta]]
 
@@ -64,6 +67,7 @@ class Generation:
         continuation: the answer goes on in the prompt's text (see Detokenizer).
         external_id: the id that the client knows the request by, beside its own.
         account: what the request uses is written there.
+        service_class: index in contracts.headers.PRIORITIES; None when no gateway says.
         started: when the request arrived, time.monotonic().
         default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
 
@@ -81,6 +85,7 @@ class Generation:
         continuation: bool,
         external_id: str,
         account: Account,
+        service_class: int | None,
         id_prefix: str,
         started: float,
         default_length: int | None = None,
@@ -117,8 +122,9 @@ class Generation:
                     params=engine_params,
                     seed=seed,
                     cache_salt=request.cache_salt or "",
-                    priority=request.priority or 0,
+                    priority=_priority(request.priority or 0, service_class),
                     end_token_ids=ends,
+                    service_class=NORMAL if service_class is None else service_class,
                 )
                 choice = Choice(index, text.tokenizer, params, continuation=continuation)
                 self._sequences.append(_Sequence(choice, engine_request, state.metrics.sequence(started)))
@@ -130,7 +136,11 @@ class Generation:
         engine, info, _ = self._state.ready()
         room = info.max_num_seqs + self._state.config.max_waiting - engine.in_flight
         if len(self._sequences) > room:
-            raise unavailable("Too many requests are waiting for this model; try again.", "queue_full")
+            raise unavailable(
+                "Too many requests are waiting for this model; try again.",
+                QUEUE_FULL,
+                headers={REFUSED: QUEUE_FULL},
+            )
         self._state.note_submission()
         self._state.generations.add(self)
         now = time.monotonic()
@@ -274,6 +284,11 @@ def _answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, para
             "context_length_exceeded",
         )
     return wanted or min(info.max_model_len, capacity) - length
+
+
+def _priority(wanted: int, service_class: int | None) -> int:
+    """Where a gateway tells classes apart, a request can put itself back, but not before another class."""
+    return wanted if service_class is None else max(wanted, -MOST_RAISED)
 
 
 def _check_logit_bias(params: SamplingParams, info: EngineInfo) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import psutil
 
 from contracts.errors import ApiError, bad_request, internal_error, model_not_found, unavailable
-from contracts.headers import DRAINING, REFUSED
+from contracts.headers import DRAINING, LOADING, REFUSED
 from worker.config import WorkerConfig
 from worker.ipc.client import RequestStream
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress
@@ -131,7 +131,10 @@ class ServerState:
             raise engine_dead()
         if engine is None or engine.state != "ready" or engine.info is None or self.text is None:
             raise unavailable(
-                "The model is still loading; GET /ready shows the progress.", "model_loading", retry_after=2
+                "The model is still loading; GET /ready shows the progress.",
+                "model_loading",
+                retry_after=2,
+                headers={REFUSED: LOADING},
             )
         return engine, engine.info, self.text
 
