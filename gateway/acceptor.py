@@ -54,8 +54,6 @@ class Acceptor:
 
     def start(self) -> None:
         self._listener.setblocking(False)
-        for peer in self._peers:
-            peer.read()
         self._loop.add_reader(self._listener, self._ready)
 
     async def close(self) -> None:

@@ -139,8 +139,8 @@ class Peer:
 
     @property
     def connections(self) -> int | None:
-        """None while the process doesn't serve. Looks at memory alone: cheap, and blind to a file replaced
-        since the last `read`."""
+        """None while the process doesn't serve. Looks at memory alone: cheap, and blind to a file that is
+        new since the last `look`."""
         if not self._integers or self._integers[_STATE] != _SERVING:
             return None
         if time.monotonic() - self._doubles[_BEAT] > FRESH_SECONDS / 3:
@@ -149,13 +149,17 @@ class Peer:
 
     def read(self) -> Reading | None:
         """None when there is no board. One whose file somebody took away is still there for who writes it."""
-        with contextlib.suppress(OSError, ValueError):
-            self._remap()
+        self.look()
         if len(self._integers) * _WORD < _HEAD or self._integers[_IS_BOARD] != _MAGIC:
             return None
         return _reading(self._integers, self._doubles)
 
-    def _remap(self) -> None:
+    def look(self) -> None:
+        """Sees a file that is new or has grown."""
+        with contextlib.suppress(OSError):
+            self._map()
+
+    def _map(self) -> None:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)

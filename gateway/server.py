@@ -17,6 +17,7 @@ from typing import Any, cast
 import uvicorn
 
 from gateway.acceptor import Acceptor
+from gateway.admission import open_limits
 from gateway.app import Gateway
 from gateway.board import Board, Peer
 from gateway.client_protocol import ClientProtocol
@@ -97,6 +98,8 @@ class GatewayServer(uvicorn.Server):
         """Also while it drains: whoever drains lives."""
         while True:
             self._metrics.board.connections = len(self.server_state.connections)
+            for peer in self._metrics.peers:
+                peer.look()
             self._metrics.publish()
             await asyncio.sleep(BEAT_SECONDS)
 
@@ -167,8 +170,8 @@ def serve(
 ) -> None:
     """Serves until SIGTERM, SIGINT or the end of `parent_pid`, then finishes what is in flight.
 
-    `state_dir` holds the keys; `slot`: which of a fleet's gateway processes this is, None: one by itself.
-    StoreUnusable when keys are needed and can't be read.
+    `state_dir` holds the keys, and limits that were set while running; `slot`: which of a fleet's gateway
+    processes this is, None: one by itself. StoreUnusable when keys are needed and can't be read.
     """
     settings = fleet.gateway
     raise_open_files()
@@ -180,7 +183,8 @@ def serve(
         board = Board(state.board(slot), generation)
         peers = [Peer(state.board(other)) for other in gateway_slots(settings.processes) if other != slot]
     models = {entry.name: entry.aliases for entry in fleet.models}
-    app = Gateway(settings, models, routes_path, auth, board, peers)
+    limits = open_limits(settings, {entry.name: entry.limits for entry in fleet.models}, state_dir)
+    app = Gateway(settings, models, routes_path, auth, limits, board, peers)
     config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
     server = GatewayServer(config, app.metrics, parent_pid)
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())

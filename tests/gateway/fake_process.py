@@ -38,14 +38,17 @@ def answer(path: str, options: argparse.Namespace) -> tuple[int, dict[str, objec
     if path == "/health":
         draining = options.uds is not None and os.path.exists(f"{options.uds}.draining")
         return (503 if behaviour == "sick" else 200), {"draining": draining}
-    return 404, {}
+    return (200, {"served_by": options.slot}) if path.startswith("/v1/") else (404, {})
 
 
 async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while request := await reader.readline():
-            while (await reader.readline()).strip():
-                pass
+            length = 0
+            while header := (await reader.readline()).strip().lower():
+                if header.startswith(b"content-length:"):
+                    length = int(header.partition(b":")[2])
+            await reader.readexactly(length)
             if options.behaviour == "busy" and b"/health" in request:
                 await asyncio.sleep(0.7)
             status, body = answer(request.split()[1].decode(), options)
@@ -68,7 +71,7 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
         loop.call_later(0.5, say_and_exit)
     if options.board is not None:
         board = os.open(options.board, os.O_RDWR | os.O_CREAT, 0o600)
-        os.posix_fallocate(board, 0, 4096)
+        os.posix_fallocate(board, 0, 64 * 1024)
         asyncio.ensure_future(sign(board, options.generation))  # noqa: RUF006
     await stop.wait()
 

@@ -1,0 +1,346 @@
+"""Several gateway processes on one port: balance, one truth, and what one costs the others when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.board import Peer
+from gateway.fleet.statedir import StateDir
+from tests.gateway.rig import Rig, http_post, target, until
+
+pytestmark = pytest.mark.timeout(100)
+
+PROCESSES = 3
+BODY = b'{"model":"m"}'
+
+
+class Gateways:
+    """`python -m gateway` in every slot, on one inherited socket, in front of the rig's workers."""
+
+    def __init__(self, rig: Rig, listener: socket.socket, auth: str = "none") -> None:
+        self.rig = rig
+        self.listener = listener
+        self.slots = [f"gateway{number}" for number in range(PROCESSES)]
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.generation = 0
+        self.state = StateDir(rig.folder)
+        self.state.run.mkdir(exist_ok=True)
+        config = rig.folder / "fleet.yaml"
+        config.write_text(
+            f"gateway: {{processes: {PROCESSES}, auth: {{mode: {auth}}}}}\n"
+            "models: [{name: m, source: o/n}]\nsupervisor: {drain_timeout: 20s}\n"
+        )
+
+    async def start(self, *slots: str) -> None:
+        """Starts processes and waits until they serve."""
+        self.generation += 1
+        for slot in slots:
+            self._spawn(slot)
+        for slot in slots:
+            await until(partial(self._serves, slot), 60)
+        await asyncio.sleep(0.3)  # they see each other
+
+    def _spawn(self, slot: str) -> None:
+        descriptor = self.listener.fileno()
+        command = [sys.executable, "-m", "gateway", "--config", str(self.rig.folder / "fleet.yaml")]
+        place = ["--slot", slot, "--generation", str(self.generation)]
+        state = ["--state-dir", str(self.rig.folder), "--fd", str(descriptor)]
+        with (self.rig.folder / f"{slot}.log").open("ab") as log:
+            self.children[slot] = subprocess.Popen(
+                [*command, *place, *state], pass_fds=[descriptor], stderr=log
+            )
+
+    def _serves(self, slot: str) -> bool:
+        reading = Peer(self.state.board(slot)).read()
+        return reading is not None and reading.alive and reading.generation == self.generation
+
+    def connections(self) -> list[int]:
+        readings = [Peer(self.state.board(slot)).read() for slot in self.slots]
+        return [reading.connections for reading in readings if reading is not None]
+
+    def kill(self, slot: str) -> None:
+        self.children[slot].kill()
+        self.children[slot].wait()
+
+    async def ended(self, slot: str) -> int:
+        child = self.children[slot]
+        await until(lambda: child.poll() is not None, 40)
+        return child.returncode
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self.listener.family == socket.AF_UNIX:
+            return await asyncio.open_unix_connection(self.listener.getsockname())
+        return await asyncio.open_connection(*self.listener.getsockname())
+
+    async def get(self, path: str, headers: str = "") -> tuple[int, str, bytes]:
+        """(status, process that answered, body), over a connection of its own."""
+        reader, writer = await self.connect()
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}connection: close\r\n\r\n".encode())
+        try:
+            async with asyncio.timeout(20):
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        found = re.search(rb"x-request-id: ([0-9a-f]+)-", head)
+        assert found is not None, head
+        return int(head.split()[1]), found[1].decode(), body
+
+    async def metrics(self) -> dict[str, float]:
+        """Name and label values → value, of whichever process answers."""
+        page = (await self.get("/metrics"))[2].decode()
+        return {
+            ",".join([sample.name, *sample.labels.values()]): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        }
+
+
+@contextlib.asynccontextmanager
+async def gateways(
+    folder: Path, *, auth: str = "none", unix: bool = False
+) -> AsyncIterator[tuple[Gateways, Rig]]:
+    rig = Rig(folder)
+    rig.route(target(await rig.worker()))
+    if unix:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(folder / "g.sock"))
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+    listener.listen(512)
+    running = Gateways(rig, listener, auth)
+    try:
+        async with asyncio.timeout(90):
+            await running.start(*running.slots)
+            yield running, rig
+    finally:
+        for child in running.children.values():
+            child.kill()
+            child.wait()
+        listener.close()
+        for worker in rig.workers:
+            await worker.stop()
+    for slot in running.slots:
+        assert "Traceback" not in (folder / f"{slot}.log").read_text()
+
+
+class Client:
+    """Asks again and again, over one connection as long as that is kept alive."""
+
+    def __init__(self, running: Gateways, body: bytes = BODY) -> None:
+        self._running = running
+        self._body = body
+        self.answers = 0
+        self.failures: list[str] = []
+        self.connections = 0
+
+    async def run(self, until_done: Callable[[], bool]) -> None:
+        while not until_done():
+            self.connections += 1
+            reader, writer = await self._running.connect()
+            try:
+                while not until_done() and await self._ask(reader, writer):
+                    await asyncio.sleep(0.002)
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self.failures.append(repr(error))
+            finally:
+                writer.close()
+
+    async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the connection may be used again."""
+        writer.write(http_post(self._body))
+        async with asyncio.timeout(30):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+        assert head.startswith(b"HTTP/1.1 200 "), head
+        self.answers += 1
+        return b"connection: close" not in head
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+async def test_connections_are_shared_evenly(tmp_path: Path, unix: bool) -> None:
+    async with gateways(tmp_path, unix=unix) as (running, _):
+        held = await asyncio.gather(*(running.connect() for _ in range(60)))  # a burst
+        await until(lambda: sum(running.connections()) == 60)
+        assert all(16 <= count <= 24 for count in running.connections()), running.connections()
+        for _, writer in held[:30]:
+            writer.close()
+        await until(lambda: sum(running.connections()) == 30)
+        for _ in range(30):
+            held.append(await running.connect())  # one by one
+        await until(lambda: sum(running.connections()) == 60)
+        assert all(16 <= count <= 24 for count in running.connections()), running.connections()
+        # Who is paused gets no more, and nobody waits for it.
+        running.children["gateway1"].send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.1)
+        before = running.connections()[1]
+        for _ in range(20):
+            assert (await running.get("/health"))[0] == 200
+        assert running.connections()[1] == before
+        running.children["gateway1"].send_signal(signal.SIGCONT)
+        for _, writer in held:
+            writer.close()
+
+
+async def test_two_hundred_calls_one_answer(tmp_path: Path) -> None:
+    """Also at once after the routes have changed."""
+    async with gateways(tmp_path) as (running, rig):
+        for change in range(2):
+            if change:
+                other = target(await rig.worker("w2"), slot="t", generation=3)
+                rig.route(other, model="m")
+            for path in ("/ready", "/v1/models"):
+                answers, processes = Counter[tuple[int, bytes]](), set()
+                held = []
+                for _ in range(200):
+                    status, process, body = await running.get(path)
+                    answers[status, body] += 1
+                    processes.add(process)
+                    if len(held) < 2 * PROCESSES:  # so that the next goes to another
+                        held.append(await running.connect())
+                assert list(answers.values()) == [200], answers
+                assert len(processes) == PROCESSES
+                for _, writer in held:
+                    writer.close()
+
+
+async def test_metrics_add_up_and_survive_a_kill(tmp_path: Path) -> None:
+    key = "pagefleet_gateway_requests_total,m,200,s.1"
+    async with gateways(tmp_path) as (running, rig):
+        clients = [Client(running) for _ in range(6)]
+        await asyncio.gather(*(c.run(lambda c=c: c.answers == 20) for c in clients))  # type: ignore[misc]
+        for _ in range(6):
+            page = await running.metrics()
+            assert page[key] == page["pagefleet_gateway_request_seconds_count,m"] == 120
+            assert page["pagefleet_gateway_request_seconds_bucket,+Inf,m"] == 120
+            assert page["pagefleet_gateway_processes"] == PROCESSES
+            assert page["pagefleet_route_epoch"] == page["pagefleet_route_epoch_max"] == rig.epoch
+
+        hanging = json.dumps({"model": "m", "fake": {"do": "hang"}}).encode()
+        held = [await running.connect() for _ in range(9)]
+        for _, writer in held:
+            writer.write(http_post(hanging))
+        await until(lambda: len(rig.workers[0].requests) == 129)
+        await asyncio.sleep(0.5)
+        assert (await running.metrics())["pagefleet_gateway_inflight,m,s.1"] == 9
+        running.kill("gateway0")
+        for _ in range(6):
+            page = await running.metrics()
+            assert page[key] == page["pagefleet_gateway_request_seconds_count,m"] == 120
+            assert page["pagefleet_gateway_processes"] == PROCESSES - 1
+            assert page["pagefleet_gateway_inflight,m,s.1"] == 6
+
+        await running.start("gateway0")
+        again = [Client(running) for _ in range(6)]
+        await asyncio.gather(*(c.run(lambda c=c: c.answers == 10) for c in again))  # type: ignore[misc]
+        page = await running.metrics()
+        assert page[key] == 180
+        assert page["pagefleet_gateway_processes"] == PROCESSES
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_kill_under_load_costs_only_what_it_carried(tmp_path: Path) -> None:
+    async with gateways(tmp_path) as (running, _):
+        done = asyncio.Event()
+        clients = [Client(running) for _ in range(12)]
+        tasks = [asyncio.create_task(client.run(done.is_set)) for client in clients]
+        await until(lambda: all(client.answers > 10 for client in clients), 30)
+        running.kill("gateway2")
+        marks = [client.answers for client in clients]
+        await until(lambda: all(c.answers > mark + 20 for c, mark in zip(clients, marks)), 30)
+        await running.start("gateway2")
+        marks = [client.answers for client in clients]
+        await until(lambda: all(c.answers > mark + 10 for c, mark in zip(clients, marks)), 30)
+        done.set()
+        await asyncio.gather(*tasks)
+        hit = [client for client in clients if client.failures]
+        assert all(len(client.failures) == 1 for client in hit)  # its connection's end, and never another
+        assert 2 <= len(hit) <= 6
+        page = await running.metrics()
+        served = sum(client.answers for client in clients)
+        counted = sum(value for name, value in page.items() if re.match(r".*requests_total,m,200,", name))
+        # A request is counted right after its answer: a kill comes between, or before the client has read it.
+        assert abs(counted - served) <= len(hit)
+
+
+async def test_an_orderly_end_resets_nobody(tmp_path: Path) -> None:
+    """One process after the other is told to end, under load, and one takes its place."""
+    async with gateways(tmp_path) as (running, _):
+        done = asyncio.Event()
+        clients = [Client(running) for _ in range(16)]
+        tasks = [asyncio.create_task(client.run(done.is_set)) for client in clients]
+        for slot in running.slots[:2]:
+            marks = [client.answers for client in clients]
+            await until(lambda m=marks: all(c.answers > mark + 10 for c, mark in zip(clients, m)), 30)  # type: ignore[misc]
+            running.children[slot].terminate()
+            assert await running.ended(slot) == 0
+            await running.start(slot)
+        done.set()
+        await asyncio.gather(*tasks)
+        assert [client.failures for client in clients] == [[]] * 16
+        assert sum(client.connections for client in clients) > 16
+
+
+async def test_idle_connections_have_a_last_call(tmp_path: Path) -> None:
+    async with gateways(tmp_path) as (running, _):
+        held = [await running.connect() for _ in range(6)]
+        for reader, writer in held:
+            writer.write(http_post(BODY))
+            await reader.readuntil(b'{"served_by":"w"}')
+        for child in running.children.values():
+            child.terminate()
+        await asyncio.sleep(0.4)  # they have seen it
+        for reader, writer in held[:3]:
+            writer.write(http_post(BODY))
+            answer = await reader.read()
+            assert answer.endswith(b'{"served_by":"w"}')
+            assert b"connection: close" in answer
+        for reader, writer in held[3:]:
+            assert await reader.read() == b""  # an end, not a reset
+            writer.close()
+        assert [await running.ended(slot) for slot in running.slots] == [0] * PROCESSES
+
+
+async def test_streams_are_finished_by_a_process_that_ends(tmp_path: Path) -> None:
+    async with gateways(tmp_path) as (running, rig):
+        stream = {"model": "m", "fake": {"do": "sse", "chunks": 30, "delay": 0.1}}
+        held = [await running.connect() for _ in range(6)]
+        for _, writer in held:
+            writer.write(http_post(json.dumps(stream).encode()))
+        await until(lambda: len(rig.workers[0].requests) == 6)
+        for child in running.children.values():
+            child.terminate()
+        for reader, writer in held:
+            assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            writer.close()
+        assert [await running.ended(slot) for slot in running.slots] == [0] * PROCESSES
+
+
+async def test_what_waits_in_the_queue_is_another_processes(tmp_path: Path) -> None:
+    """Connections that nobody has taken yet when a process ends or dies aren't lost."""
+    async with gateways(tmp_path) as (running, _):
+        for slot in running.slots:
+            running.children[slot].send_signal(signal.SIGSTOP)
+        waiting = [asyncio.create_task(running.get("/health")) for _ in range(30)]
+        await asyncio.sleep(0.2)
+        running.kill("gateway0")
+        running.children["gateway1"].terminate()
+        for slot in ("gateway1", "gateway2"):
+            running.children[slot].send_signal(signal.SIGCONT)
+        assert {status for status, *_ in await asyncio.gather(*waiting)} == {200}
