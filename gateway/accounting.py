@@ -31,24 +31,32 @@ CLOSE_SECONDS = 2.0
 OnUsage = Callable[[Usage | None], None]
 
 _decoder = msgspec.json.Decoder(list[UsageReport])
+_USAGE = USAGE.encode()
 _PROCESS = secrets.token_hex(8).encode()
 _serial = itertools.count(1)
 
 log = logging.getLogger(__name__)
 
 
-def usage_name() -> bytes:
-    """A name under which a worker keeps one request's usage; no client can guess or choose it."""
-    return b"%b-%x" % (_PROCESS, next(_serial))
+class Bill:
+    """What one request used, as far as it is known.
 
+    `line`: the header line that makes a worker keep it, under a name that no client can guess or choose;
+    `address`: of the worker that may have begun on it, "" for none.
+    """
 
-def usage_line(name: bytes) -> bytes:
-    """The header line that asks a worker to keep it."""
-    return b"%b: %b\r\n" % (USAGE.encode(), name)
+    __slots__ = ("address", "line", "name", "usage")
 
+    def __init__(self) -> None:
+        self.name = b"%b-%x" % (_PROCESS, next(_serial))
+        self.line = b"%b: %b\r\n" % (_USAGE, self.name)
+        self.address = ""
+        self.usage: Usage | None = None
 
-def usage_in_header(value: bytes) -> Usage | None:
-    return parse_usage(value) if value else None
+    def answered(self, header: bytes) -> None:
+        """`header`: what the head of the worker's answer says about it, if anything."""
+        if header:
+            self.usage = parse_usage(header)
 
 
 @dataclass(slots=True)
@@ -76,9 +84,19 @@ class UsageCollector:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._closing = False
 
-    def ask(self, address: str, name: bytes, done: OnUsage) -> None:
-        """`done` gets the usage of the request `name` once the worker at `address` has ended it; None when it
-        is gone, knows nothing of it, or doesn't end it in time. Never waits and never raises."""
+    def close(self, bill: Bill, done: OnUsage) -> None:
+        """The request is over: `done` gets what it used, now or when its worker has said it.
+
+        None when that is gone, knows nothing of it, or doesn't end it in time. Never waits, never raises.
+        """
+        if not bill.address:
+            self._tell(done, Usage())
+        elif bill.usage is not None:
+            self._tell(done, bill.usage)
+        else:
+            self._ask(bill.address, bill.name, done)
+
+    def _ask(self, address: str, name: bytes, done: OnUsage) -> None:
         waiting = self._waiting.setdefault(address, deque())
         if self._closing or len(waiting) >= MAX_WAITING:
             self._give_up(done)

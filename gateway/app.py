@@ -11,6 +11,8 @@ from pathlib import Path
 from contracts.errors import ApiError
 from contracts.headers import REQUEST_ID
 from gateway import errors
+from gateway.accounting import UsageCollector
+from gateway.admission import Admission, Limits
 from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
 from gateway.board import Board, Peer
 from gateway.identity.authenticator import Authenticator
@@ -32,9 +34,9 @@ class Gateway:
     """ASGI application.
 
     `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file;
-    `auth`: who may call, closed at the end; `board`, `peers`: where this process shows its numbers, and where
-    the others on the same port do. Generation and models need a key where keys are needed; what
-    probes and scrapers ask for is open to all who reach the port.
+    `auth`: who may call, and `limits`: how much, both closed at the end; `board`, `peers`: where this process
+    shows its numbers, and where the others on the same port do. Generation and models need a key where keys
+    are needed; what probes and scrapers ask for is open to all who reach the port.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Gateway:
         configured: Mapping[str, Iterable[str]],
         routes_path: Path,
         auth: Authenticator,
+        limits: Limits,
         board: Board | None = None,
         peers: Iterable[Peer] = (),
     ) -> None:
@@ -50,7 +53,11 @@ class Gateway:
         self.upstream = Upstream()
         self.router = Router(routes_path, configured, self._routes_changed)
         self.metrics = Metrics(self.router, board, peers)
-        self.proxy = Proxy(self.router, self.upstream, self.metrics, settings, auth)
+        self.admission = Admission(limits, self.metrics)
+        self.usage = UsageCollector(self.upstream)
+        self.proxy = Proxy(
+            self.router, self.upstream, self.metrics, settings, auth, self.admission, self.usage
+        )
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
         self._models = openai.ModelRoutes(self.router, auth)
         self._proxied = {path: path.encode() for path in (*openai.PROXIED, *native.PROXIED)}
@@ -117,11 +124,14 @@ class Gateway:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         poll = asyncio.create_task(self.router.poll(), name="routes")
+        await self.admission.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         poll.cancel()
         with suppress(asyncio.CancelledError):
             await poll
+        await self.usage.aclose()
+        await self.admission.aclose()
         self.upstream.close()
         self._auth.close()
         await send({"type": "lifespan.shutdown.complete"})

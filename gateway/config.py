@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -32,6 +34,7 @@ from contracts.options import WorkerOptions
 from contracts.units import ByteSize, Duration
 from gateway.config_check import check_names, check_paths, check_variable, describe
 from gateway.identity.proxies import ForwardedHeader, checked_proxy
+from gateway.limits.bounds import bounds_of
 from gateway.yaml_source import KeyPath, Problem, YamlSource, dotted, parse_yaml
 
 ENV_PREFIX = "PAGEFLEET_"
@@ -66,9 +69,11 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-def _no_redis(value: str | None) -> str | None:
-    if value is not None:  # the value may hold a password, so it isn't repeated
-        raise ValueError("Redis is not supported yet; leave redis_url null")
+def _redis_url(value: str | None) -> str | None:
+    if value is not None:
+        from gateway.limits.redis_link import check_url  # only where it is used: it takes long to load
+
+        check_url(value)
     return value
 
 
@@ -103,15 +108,25 @@ class _Block(BaseModel):
 
 
 class LimitSettings(_Block):
-    """Requests per second, burst and requests in flight; null: no limit."""
+    """Requests per second and at once, requests in flight, tokens per minute; null: no limit."""
 
     qps: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] | None = None
     burst: Annotated[Count, Field(ge=1)] | None = None
     concurrency: Annotated[Count, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[Count, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LimitSettings:
+        bounds_of(self).check()
+        return self
+
+    @property
+    def any(self) -> bool:
+        return bool(bounds_of(self))
 
 
 class GatewayLimits(_Block):
-    """Limits of every user and key, and what holds while Redis is away."""
+    """Limits of every user, and what holds while Redis is away."""
 
     default: LimitSettings = LimitSettings()
     on_redis_error: Literal["local", "open", "closed"] = "local"
@@ -152,7 +167,7 @@ class GatewaySettings(_Block):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[Count, Field(ge=0, le=65535)] = 8000
     processes: Annotated[Count, Field(ge=1, le=64)] = 1
-    redis_url: Annotated[str | None, AfterValidator(_no_redis)] = None
+    redis_url: Annotated[str | None, AfterValidator(_redis_url)] = None
     auth: AuthSettings = AuthSettings()
     limits: GatewayLimits = GatewayLimits()
     timeouts: Timeouts = Timeouts()
@@ -249,10 +264,10 @@ class FleetFile(BaseSettings):
             lines.append("gateway.auth.trusted_proxies has no effect with mode keys: users are those of keys")
         elif "forwarded_header" in auth.model_fields_set and not auth.trusted_proxies:
             lines.append("gateway.auth.forwarded_header has no effect without trusted_proxies")
-        if "limits" in self.gateway.model_fields_set:
-            lines.append("gateway.limits is not enforced yet: requests are not limited")
+        if self.gateway.limits.on_redis_error != "local" and self.gateway.redis_url is None:
+            lines.append("gateway.limits.on_redis_error has no effect without gateway.redis_url")
         for entry in self.models:
-            for block in ("limits", "golden", "judge"):
+            for block in ("golden", "judge"):
                 if getattr(entry, block):
                     lines.append(f"{block} of model '{entry.name}' has no effect yet")
         return lines
@@ -288,9 +303,24 @@ def load_fleet(path: str | Path, *, check_sources: bool = True) -> FleetFile:
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             reporter.add(detail["loc"], describe(FleetFile, detail))
+    else:
+        for key_path, message in _uncountable(fleet):
+            reporter.add(key_path, message)
     if fleet is None or problems:
         raise ConfigError(sorted(problems, key=lambda problem: problem.line or 0))
     return fleet
+
+
+def _uncountable(fleet: FleetFile) -> Iterator[tuple[KeyPath, str]]:
+    """Limits that this fleet's gateway processes could not count together."""
+    gateway = fleet.gateway
+    limited = gateway.limits.default.any or any(entry.limits and entry.limits.any for entry in fleet.models)
+    if gateway.processes > 1 and gateway.redis_url is None and limited:
+        yield (
+            ("gateway", "processes"),
+            f"{gateway.processes} processes can't count limits together without Redis; set gateway.redis_url "
+            "or processes: 1, or take the limits out",
+        )
 
 
 def _read(path: Path) -> str:

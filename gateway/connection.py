@@ -21,6 +21,7 @@ _READ = frozenset(
     {
         b"content-type", b"content-length", b"content-encoding", b"cache-control", b"retry-after",
         b"transfer-encoding", b"x-pagefleet-refused",
+        b"x-pagefleet-usage",
     }
 )  # fmt: skip
 
@@ -85,6 +86,7 @@ class Connection(asyncio.Protocol):
         self.head_at = 0.0
         self.content_type = b""
         self.refused = b""
+        self.usage = b""
         self.complete = False
         self._chunked = False
         self._head_done = False
@@ -255,6 +257,8 @@ class Connection(asyncio.Protocol):
             self._chunked = value.strip().lower() == b"chunked"
         elif name == b"x-pagefleet-refused":
             self.refused = value
+        elif name == b"x-pagefleet-usage":
+            self.usage = value
         else:
             if name == b"content-length":
                 self.content_length = value

@@ -16,7 +16,10 @@ from urllib.parse import quote
 
 from contracts.errors import ApiError
 from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
+from contracts.usage import Usage
 from gateway import errors
+from gateway.accounting import Bill, UsageCollector
+from gateway.admission import Admission, limit_headers
 from gateway.asgi import Headers, Message, Receive, Scope, Send
 from gateway.connection import Connection, Timeouts, UpstreamError
 from gateway.exchange import Exchange
@@ -24,6 +27,7 @@ from gateway.identity.authenticator import Authenticator
 from gateway.identity.identity import Identity
 from gateway.identity.proxies import peer_of
 from gateway.inbound import ClientGone, Head, Inbound, parse_body, read_body, read_head
+from gateway.limits import Granted
 from gateway.metrics import Metrics
 from gateway.routing import Backend, Router
 from gateway.upstream import Upstream
@@ -60,11 +64,15 @@ class Proxy:
         metrics: Metrics,
         settings: ProxySettings,
         auth: Authenticator,
+        admission: Admission,
+        usage: UsageCollector,
     ) -> None:
         self.router = router
         self.upstream = upstream
         self.metrics = metrics
         self.settings = settings
+        self.admission = admission
+        self.usage = usage
         self._auth = auth
 
     async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,22 +150,40 @@ class _Call:
         self.began = self.ready = time.perf_counter()
         self.waited = 0.0  # seconds in which the worker had the word
         self.overhead: float | None = None
+        self.granted: Granted | None = None
+        self.unserved = False  # refused with 503: nobody has worked on it
+        self.bill: Bill | None = None  # when somebody wants to know what it used
         self.watch: _ClientWatch | None = None
 
     def own_headers(self) -> Headers:
         headers = [(_REQUEST_ID, self.head.request_id)]
+        if self.granted is not None:
+            headers += limit_headers(self.granted)
         if self.backend is not None:
             headers += [(_MODEL, self.model.encode("latin-1", "replace")), (_TARGET, self.backend.label)]
         return headers
 
     async def refuse(self, error: ApiError) -> None:
         self.status = error.status
+        self.unserved = error.status == 503
         await errors.send_error(self.send, error, self.own_headers())
 
     def record(self) -> None:
         target = self.backend.target.id if self.backend is not None else ""
         seconds = time.perf_counter() - self.began
         self.proxy.metrics.done(self.model, target, self.status, seconds, self.overhead)
+        if self.granted is not None:
+            if self.unserved:
+                self.granted.give_back()
+            else:
+                self.granted.release()
+        if self.bill is not None:
+            self.proxy.usage.close(self.bill, self._account)
+
+    def _account(self, usage: Usage | None) -> None:
+        """What was used, when it is known; without that, what was reserved stays charged."""
+        if self.granted is not None and usage is not None:
+            self.granted.settle(usage.total_tokens)
 
     async def run(self, inbound: Inbound, who: Identity) -> None:
         """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
@@ -170,6 +196,11 @@ class _Call:
         loop = asyncio.get_running_loop()
         watch = self.watch = _ClientWatch(self.exchange)
         try:
+            plan = self.proxy.admission.plan(who, model)
+            if plan.charges:
+                self.granted = await self.proxy.admission.admit(plan, self.path, inbound.body)
+                if plan.counts_tokens:
+                    self.bill = Bill()
             await self._try_targets(inbound, who.user, loop.time() + self.proxy.settings.timeouts.total)
         except asyncio.CancelledError:
             if not watch.client_left:
@@ -187,6 +218,8 @@ class _Call:
         failure: ApiError | None = None
         fresh = False
         for _ in range(MAX_ATTEMPTS):
+            if self.bill is not None:
+                self.bill.address = ""  # whoever was tried before can't have begun
             try:
                 backend = router.claim(self.model, user, tried)
             except ApiError as error:
@@ -218,6 +251,8 @@ class _Call:
             connection = await upstream.connect(backend.target.address, timeouts.connect)
         try:
             # An answer in one piece has its head at the end: only `total` can limit that.
+            if self.bill is not None:
+                self.bill.address = backend.target.address
             head_within = timeouts.first_byte if inbound.streams else timeouts.total
             connection.start(
                 self._request_head(len(inbound.body)), inbound.body, timeouts, head_within, ends_at
@@ -231,15 +266,18 @@ class _Call:
             self.waited += connection.head_at - asked
             if connection.status == 503 and connection.refused == _DRAINING:
                 return False
+            if self.bill is not None:
+                self.bill.answered(connection.usage)
             await self._relay(connection)
             return True
         finally:
             upstream.give_back(connection)
 
     def _request_head(self, length: int) -> bytes:
-        return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
+        return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
             self.path,
             self.head.forwarded,
+            b"" if self.bill is None else self.bill.line,
             _REQUEST_ID,
             self.head.request_id,
             length,
@@ -264,6 +302,7 @@ class _Call:
         send = self.send
         self.started = True
         self.status = connection.status
+        self.unserved = connection.status == 503
         headers = connection.headers + self.own_headers()
         stream = None
         if connection.content_length is None:

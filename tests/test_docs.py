@@ -22,6 +22,7 @@ from contracts.headers import DRAINING
 from contracts.options import WorkerOptions
 from contracts.units import parse_bytes
 from gateway.__main__ import main as gateway_command
+from gateway.admission import open_limits
 from gateway.app import Gateway
 from gateway.cli import main as pagefleet
 from gateway.config import FleetFile, GatewaySettings, load_fleet
@@ -159,7 +160,8 @@ def gateway(tmp_path: Path) -> Gateway:
     write_routes(tmp_path / "routes.json", RoutesFile(epoch=1, models={"m": routes}))
     settings = GatewaySettings()
     auth = open_authenticator(settings.auth, tmp_path)
-    return Gateway(settings, {"m": ()}, tmp_path / "routes.json", auth)
+    limits = open_limits(settings, {}, tmp_path)
+    return Gateway(settings, {"m": ()}, tmp_path / "routes.json", auth, limits)
 
 
 def worker_endpoints(state: ServerState) -> Iterator[str]:

@@ -14,6 +14,7 @@ _COMMANDS = {
     "chat": "gateway.cli.chat:chat",
     "config": "gateway.cli.config:config",
     "keys": "gateway.cli.keys:keys",
+    "limits": "gateway.cli.limits:limits",
     "worker": "gateway.cli.process:worker",
     "gateway": "gateway.cli.process:gateway",
     "version": "gateway.cli.process:version",

@@ -37,8 +37,13 @@ def check(file: str, as_json: bool) -> None:
 @click.argument("file")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
 def show(file: str, as_json: bool) -> None:
-    """Print a fleet file as it is used: with defaults, the environment and absolute paths."""
-    data = json.loads(json.dumps(read_fleet(file).model_dump(), default=str))
+    """Print a fleet file as it is used: with defaults, the environment, absolute paths, and no password."""
+    fleet = read_fleet(file)
+    data = json.loads(json.dumps(fleet.model_dump(), default=str))
+    if fleet.gateway.redis_url is not None:
+        from gateway.limits.redis_link import hidden
+
+        data["gateway"]["redis_url"] = hidden(fleet.gateway.redis_url)
     if as_json:
         print_json(data)
     else:

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Literal, Protocol
 
 from gateway.limits.rules import MINUTE, SECOND, Kind, LeaseRule, Rate, RateRule, Rule, Scope
@@ -87,6 +86,9 @@ def _request_rate(qps: float, burst: int | None) -> Rate:
     return Rate.of(1, math.ceil(SECOND / qps), burst)
 
 
+_Compiled = tuple[tuple[Rule, ...], Callable[[int], RateRule] | None]
+
+
 def _plain(name: str) -> str:
     """A name as part of a Redis key: short, and without braces, which would move the hash tag."""
     if _PLAIN_NAME.fullmatch(name):
@@ -98,14 +100,22 @@ def _plain(name: str) -> str:
 class Charge:
     """One subject that a request is charged to. A request's charges name distinct subjects. Any name will do.
 
-    `group`: charges of one group live in one slot of a Redis Cluster and are decided together there; a user
-    and the user's keys share one.
+    Make it once and keep it. `group`: charges of one group live in one slot of a Redis Cluster and are
+    decided together there; a user and the user's keys share one.
     """
 
     scope: Scope
     name: str
     limit: Limit
     group: str
+    _rules: dict[int, _Compiled] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def rules(self, gateways: int) -> _Compiled:
+        """Made once for each number of gateways: a charge serves many requests."""
+        rules = self._rules.get(gateways)
+        if rules is None:
+            rules = self._rules[gateways] = _compiled(self, gateways)
+        return rules
 
     @classmethod
     def of_user(cls, user: str, limit: Limit) -> Charge:
@@ -122,8 +132,7 @@ class Charge:
         return cls(Scope.MODEL, name, limit, "m:" + name)
 
 
-@lru_cache(maxsize=8192)
-def _compiled(charge: Charge, gateways: int) -> tuple[tuple[Rule, ...], Callable[[int], RateRule] | None]:
+def _compiled(charge: Charge, gateways: int) -> _Compiled:
     """The rules that are the same for every request, and the one that depends on its tokens."""
     limit = charge.limit.shared(gateways)
     stem = f"{{{charge.group}}}:{charge.scope}:{charge.name}:"
@@ -150,7 +159,7 @@ def rules_of(charges: Sequence[Charge], tokens: int, gateways: int = 1) -> tuple
     tokens = max(tokens, 0)  # some clients write -1 where they mean no bound
     rules: tuple[Rule, ...] = ()
     for charge in charges:
-        fixed, token_rule = _compiled(charge, gateways)
+        fixed, token_rule = charge.rules(gateways)
         rules += fixed
         if token_rule is not None:
             rules += (token_rule(tokens),)
@@ -198,15 +207,22 @@ class Granted:
         """Every limit that was charged, after that."""
         return [quota(rule, value) for rule, value in zip(self.rules, self._values, strict=True)]
 
-    def tightest(self, kind: Kind) -> Quota | None:
-        """Of the limits of a kind that were charged, the one with the least left."""
-        found: tuple[int, Rule, int] | None = None
+    def tightest(self) -> tuple[Quota | None, Quota | None]:
+        """Of the limits that were charged, those with the least left: of requests, of tokens."""
+        requests: tuple[int, Rule, int] | None = None
+        tokens: tuple[int, Rule, int] | None = None
         for rule, value in zip(self.rules, self._values, strict=True):
-            if rule.kind is kind:
-                left = rule.view(value)[1]
-                if found is None or left < found[0]:
-                    found = left, rule, value
-        return None if found is None else quota(found[1], found[2])
+            if isinstance(rule, RateRule):
+                left = rule.rate.left(value)
+                if rule.kind is Kind.TOKENS:
+                    if tokens is None or left < tokens[0]:
+                        tokens = left, rule, value
+                elif requests is None or left < requests[0]:
+                    requests = left, rule, value
+        return (
+            None if requests is None else quota(requests[1], requests[2]),
+            None if tokens is None else quota(tokens[1], tokens[2]),
+        )
 
     def settle(self, tokens: int) -> None:
         """Replaces the reservation by the tokens used, prompt and answer; an aborted request's too."""

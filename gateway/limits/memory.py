@@ -55,8 +55,20 @@ class MemoryLimiter:
         """Checks every rule and charges all or none; what each stands at then."""
         now = self._clock()
         self._forget_idle(now)
-        values = [self._value(rule, now) for rule in rules]
-        admitted = all(rule.admits(value) for rule, value in zip(rules, values, strict=True))
+        rates, held = self._rates, self._held
+        values = []
+        admitted = True
+        for rule in rules:
+            if isinstance(rule, RateRule):
+                stored = rates.get(rule.key)
+                value = (
+                    0 if stored is None else present_backlog(stored[0] - now, stored[1], stored[2], rule.rate)
+                )
+                admitted = admitted and value + rule.increment <= rule.rate.tolerance
+            else:
+                value = held.get(rule.key, 0)
+                admitted = admitted and value < rule.limit
+            values.append(value)
         if admitted:
             for index, rule in enumerate(rules):
                 if isinstance(rule, RateRule):
@@ -64,7 +76,7 @@ class MemoryLimiter:
                     self._write(rule.key, now, values[index], rule.rate.unit, rule.rate.tolerance)
                 else:
                     values[index] += 1
-                    self._held[rule.key] = values[index]
+                    held[rule.key] = values[index]
         return admitted, values
 
     def hold(self, rules: Sequence[Rule]) -> None:
@@ -93,12 +105,6 @@ class MemoryLimiter:
         if delta > 0:
             backlog = max(backlog, 0)
         self._write(rule.key, now, min(backlog + delta, 2 * tolerance), unit, tolerance)
-
-    def _value(self, rule: Rule, now: int) -> int:
-        if isinstance(rule, LeaseRule):
-            return self._held.get(rule.key, 0)
-        stored = self._rates.get(rule.key)
-        return 0 if stored is None else present_backlog(stored[0] - now, stored[1:], rule.rate)
 
     def _write(self, key: str, now: int, backlog: int, unit: int, tolerance: int) -> None:
         if backlog <= 0:

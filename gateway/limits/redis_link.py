@@ -114,6 +114,18 @@ def reason_of(error: BaseException) -> str:
     return f"{name} {code}" if code.isascii() and code.isalpha() and code.isupper() else name
 
 
+def check_url(url: str) -> None:
+    """RedisUrlError unless it can be one; nothing is connected."""
+    _client(url)
+
+
+def hidden(url: str) -> str:
+    """The URL without its credentials and options, to be shown."""
+    parts = urlsplit(url)
+    _, at, place = parts.netloc.rpartition("@")
+    return f"{parts.scheme}://{'***@' if at else ''}{place}{parts.path}{'?***' if parts.query else ''}"
+
+
 def _client(url: str) -> tuple[Any, bool, str]:
     """(client, whether it is a cluster, the address without credentials)."""
     try:

@@ -125,15 +125,15 @@ class LeaseRule:
 Rule = RateRule | LeaseRule
 
 
-def present_backlog(backlog: int, written: tuple[int, int], rate: Rate) -> int:
-    """A stored backlog as the rate of now sees it; `written`: unit and tolerance it was stored under.
+def present_backlog(backlog: int, unit: int, tolerance: int, rate: Rate) -> int:
+    """A stored backlog as the rate of now sees it; `unit`, `tolerance`: of the rate it was stored under.
 
     After a change of the limit, as many units count as used as before, but never more than a whole burst: so
     a change holds at once, both ways. `limits.lua` does the same, in the same order, on IEEE doubles too.
     """
     if backlog <= 0:
         return 0
-    if written != (rate.unit, rate.tolerance):
-        scaled = float(backlog) * float(rate.unit) / float(written[0])
+    if unit != rate.unit or tolerance != rate.tolerance:
+        scaled = float(backlog) * float(rate.unit) / float(unit)
         return int(min(-(-scaled // 1), rate.tolerance))
     return backlog

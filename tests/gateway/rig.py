@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
+from gateway.admission import open_limits
 from gateway.app import Gateway
-from gateway.config import GatewaySettings
+from gateway.config import GatewaySettings, LimitSettings
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.identity.authenticator import open_authenticator
 from gateway.server import GatewayServer, listen, make_config
@@ -21,7 +22,10 @@ CHAT = "/v1/chat/completions"
 
 
 def target(worker: FakeWorker | str, slot: str = "s", generation: int = 1, **fields: Any) -> Target:
+    """A ready target of the routes; the worker says that it is this one."""
     address = worker if isinstance(worker, str) else worker.address
+    if isinstance(worker, FakeWorker):
+        worker.identity = (slot, generation)
     return Target(slot=slot, generation=generation, address=address, **{"state": "ready", **fields})
 
 
@@ -42,6 +46,7 @@ class Rig:
         self.epoch = 0
         self.workers: list[FakeWorker] = []
         self.settings = GatewaySettings.model_validate(settings)
+        self.model_limits: dict[str, LimitSettings | None] = {}
 
     def route(self, *targets: Target, model: str = "m", **fields: Any) -> None:
         self.epoch += 1
@@ -59,7 +64,8 @@ class Rig:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         auth = open_authenticator(self.settings.auth, self.folder)
-        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth)
+        limits = open_limits(self.settings, self.model_limits, self.folder)
+        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth, limits)
         self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1), self.app.metrics)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)

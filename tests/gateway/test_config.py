@@ -78,7 +78,9 @@ models:
     )
     assert fleet.models[0].worker.gpu_memory == 20 * 1024**3
     assert fleet.models[0].worker.gpus == (0,)
-    assert [line.split()[0] for line in fleet.warnings()] == ["gateway.limits", "limits", "golden", "judge"]
+    assert fleet.models[0].limits is not None
+    assert fleet.models[0].limits.qps == 10
+    assert [line.split()[0] for line in fleet.warnings()] == ["golden", "judge"]
 
 
 def test_who_may_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +283,27 @@ CASES = {
         ":1: gateway.on: a key must be text; put it in quotes",
     ),
     "redis": (
-        "gateway:\n  redis_url: redis://:secret@h/0\n" + GOOD,
-        ":2: gateway.redis_url: Redis is not supported yet; leave redis_url null",
+        "gateway:\n  redis_url: http://:secret@h/0\n" + GOOD,
+        ":2: gateway.redis_url: the Redis URL can't be used; it must look like redis://HOST:PORT/DB, rediss://… "
+        "(TLS), unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB or "
+        "redis+cluster://HOST:PORT,HOST:PORT",
+    ),
+    "a burst without a rate": (
+        "gateway:\n  limits:\n    default: {burst: 5}\n" + GOOD,
+        ":3: gateway.limits.default: burst has a meaning only beside qps; set qps too or leave burst out",
+    ),
+    "a burst that never comes back": (
+        "models: [{name: a, source: org/name, limits: {qps: 0.001, burst: 100000}}]\n",
+        ":1: models[0].limits: burst 100000 at qps 0.001 takes over 31 days to come back; raise qps or lower burst",
+    ),
+    "tokens": (
+        "gateway:\n  limits: {default: {tokens_per_minute: 1e12}}\n" + GOOD,
+        ":2: gateway.limits.default.tokens_per_minute: must be a whole number, not '1e12'",
+    ),
+    "processes that can't count together": (
+        "gateway:\n  processes: 3\n  limits: {default: {qps: 5}}\n" + GOOD,
+        ":2: gateway.processes: 3 processes can't count limits together without Redis; set gateway.redis_url or "
+        "processes: 1, or take the limits out",
     ),
     "auth": (
         "gateway: {auth: {mode: oidc}}\n" + GOOD,

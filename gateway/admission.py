@@ -1,0 +1,157 @@
+"""Limits in front of the workers: which a request must pass, and what its client is told about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from contracts.errors import ApiError, unavailable
+from contracts.units import format_duration
+from gateway.asgi import Headers
+from gateway.limits import Granted, Kind, Limiter, MemoryLimiter, Policy, Refused, Scope, Unavailable
+from gateway.limits.estimate import reservation
+from gateway.limits.live import LiveOverrides
+from gateway.limits.overrides import FILE, OverridesFile
+from gateway.limits.table import BoundSettings, LimitTable, Plan
+from gateway.metrics import Metrics
+
+_NAMES = {
+    kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
+    for kind in (Kind.REQUESTS, Kind.TOKENS)
+}
+_WITHOUT_TOKENS = (b"/tokenize", b"/detokenize")  # nothing is generated there
+
+
+class _GatewayLimits(Protocol):
+    @property
+    def default(self) -> BoundSettings: ...
+    @property
+    def on_redis_error(self) -> Policy: ...
+
+
+class LimitedSettings(Protocol):
+    """The part of the gateway's settings that is about limits."""
+
+    @property
+    def processes(self) -> int: ...
+    @property
+    def redis_url(self) -> str | None: ...
+    @property
+    def limits(self) -> _GatewayLimits: ...
+
+
+class Limits(NamedTuple):
+    """What a gateway needs to limit: which limits there are, who counts, and who hears of new ones."""
+
+    table: LimitTable
+    limiter: Limiter
+    live: LiveOverrides
+
+
+def open_limits(
+    settings: LimitedSettings, models: Mapping[str, BoundSettings | None], state_dir: Path
+) -> Limits:
+    """As the fleet file says. RedisUrlError when it names a Redis that can't be one; whether it is there is
+    found out later."""
+    table = LimitTable(settings.limits.default, models)
+    file = OverridesFile(state_dir / FILE)
+    if settings.redis_url is None:
+        limiter = MemoryLimiter()
+        limiter.gateways = settings.processes  # processes that can't see each other get a part each
+        return Limits(table, limiter, LiveOverrides(file, None, table.apply))
+    # Only now: the client library takes a tenth of a second to load.
+    from gateway.limits.redis_limiter import RedisLimiter
+    from gateway.limits.redis_overrides import RedisOverrides
+
+    shared = RedisOverrides(settings.redis_url)
+    policy, processes = settings.limits.on_redis_error, settings.processes
+    redis = RedisLimiter(settings.redis_url, on_error=policy, gateways=processes)
+    return Limits(table, redis, LiveOverrides(file, shared, table.apply))
+
+
+class Admission:
+    """Limits of one gateway; `plan` says what a request must pass, if anything."""
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self.plan = limits.table.plan
+        self._limiter = limits.limiter
+        self._live = limits.live
+        self._refused = metrics.counter(
+            "pagefleet_gateway_rate_limited_total",
+            "Requests refused with 429, by whose limit it was.",
+            ["scope"],
+        )
+        for scope in Scope:
+            self._refused.inc((scope.value,), 0)
+        metrics.gauge(
+            "pagefleet_gateway_limits_degraded",
+            "1 while limits are decided by gateway.limits.on_redis_error instead of in Redis.",
+            lambda: [((), float(self._limiter.state.degraded))],
+            combine=max,
+        )
+
+    async def start(self) -> None:
+        """Returns when Redis has answered, or hasn't for a second."""
+        await self._limiter.start()
+        self._live.start()
+
+    async def aclose(self) -> None:
+        await self._live.aclose()
+        await self._limiter.aclose()
+
+    async def admit(self, plan: Plan, path: bytes, body: bytes) -> Granted:
+        """For a plan with charges. ApiError 429 over a limit, and then nothing was consumed; 503 when limits
+        can't be checked and must be."""
+        generates = plan.counts_tokens and not path.startswith(_WITHOUT_TOKENS)
+        tokens = reservation(body) if generates else 0
+        answer = await self._limiter.acquire(plan.charges, tokens)
+        if isinstance(answer, Granted):
+            return answer
+        if isinstance(answer, Refused):
+            self._refused.inc((answer.over.scope.value,))
+            raise _over_limit(answer)
+        raise _unchecked(answer)
+
+
+def limit_headers(granted: Granted) -> Headers:
+    """`x-ratelimit-*`: where the limit stands that has the least left, of requests and of tokens."""
+    headers: Headers = []
+    for quota in granted.tightest():
+        if quota is not None:
+            limit, remaining, reset = _NAMES[quota.kind]
+            headers.append((limit, b"%d" % quota.limit))
+            headers.append((remaining, b"%d" % quota.remaining))
+            headers.append((reset, format_duration(quota.reset).encode()))
+    return headers
+
+
+def _over_limit(refused: Refused) -> ApiError:
+    headers: dict[str, str] = {}
+    for kind in (Kind.TOKENS, Kind.REQUESTS):
+        quotas = [quota for quota in refused.quotas if quota.kind is kind]
+        if quotas:
+            named = refused.over if refused.over.kind is kind else min(quotas, key=lambda one: one.remaining)
+            limit, remaining, reset = (name.decode() for name in _NAMES[kind])
+            headers[limit] = str(named.limit)
+            headers[remaining] = str(named.remaining)
+            headers[reset] = format_duration(named.reset)
+    wait = refused.retry_after
+    if wait is None:
+        headers["x-should-retry"] = "false"  # clients of OpenAI's SDK try no 429 again then
+    else:
+        headers["retry-after"] = str(max(1, math.ceil(wait)))
+        headers["retry-after-ms"] = str(math.ceil(wait * 1000))
+    return ApiError(
+        429, refused.message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
+    )
+
+
+def _unchecked(answer: Unavailable) -> ApiError:
+    return unavailable(
+        "Rate limits can't be checked now: Redis doesn't answer (gateway.limits.on_redis_error is closed); "
+        "try again soon.",
+        "limits_unavailable",
+        answer.retry_after,
+    )
