@@ -88,10 +88,10 @@ def test_config_show_is_itself_a_fleet_file(fleet: Path, tmp_path: Path) -> None
 
 
 def test_what_has_no_effect_is_said(fleet: Path) -> None:
-    fleet.write_text(FLEET.replace("source: o/n", "source: o/n, limits: {qps: 1}"))
+    fleet.write_text(FLEET.replace("source: o/n", "source: o/n, judge: {min_requests: 1}"))
     result = invoke("config", "check", str(fleet))
     assert result.exit_code == 0
-    assert result.stderr == "warning: limits of model 'a' has no effect yet\n"
+    assert result.stderr == "warning: judge of model 'a' has no effect yet\n"
 
 
 def test_dry_run_prints_and_starts_nothing(fleet: Path) -> None:

@@ -284,8 +284,8 @@ CASES = {
     ),
     "redis": (
         "gateway:\n  redis_url: http://:secret@h/0\n" + GOOD,
-        ":2: gateway.redis_url: the Redis URL can't be used; it must look like redis://HOST:PORT/DB, rediss://… "
-        "(TLS), unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB or "
+        ":2: gateway.redis_url: the Redis URL can't be used; it must look like redis://HOST:PORT/DB, "
+        "rediss://… (TLS), unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB or "
         "redis+cluster://HOST:PORT,HOST:PORT",
     ),
     "a burst without a rate": (
@@ -294,7 +294,8 @@ CASES = {
     ),
     "a burst that never comes back": (
         "models: [{name: a, source: org/name, limits: {qps: 0.001, burst: 100000}}]\n",
-        ":1: models[0].limits: burst 100000 at qps 0.001 takes over 31 days to come back; raise qps or lower burst",
+        ":1: models[0].limits: burst 100000 at qps 0.001 takes over 31 days to come back; raise qps or lower "
+        "burst",
     ),
     "tokens": (
         "gateway:\n  limits: {default: {tokens_per_minute: 1e12}}\n" + GOOD,
@@ -302,8 +303,8 @@ CASES = {
     ),
     "processes that can't count together": (
         "gateway:\n  processes: 3\n  limits: {default: {qps: 5}}\n" + GOOD,
-        ":2: gateway.processes: 3 processes can't count limits together without Redis; set gateway.redis_url or "
-        "processes: 1, or take the limits out",
+        ":2: gateway.processes: 3 processes can't count limits together without Redis; set "
+        "gateway.redis_url or processes: 1, or take the limits out",
     ),
     "auth": (
         "gateway: {auth: {mode: oidc}}\n" + GOOD,
