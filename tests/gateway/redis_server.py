@@ -87,3 +87,32 @@ def running(folder: Path, *options: str, port: int = 0) -> Iterator[RedisServer]
         yield server.start()
     finally:
         server.kill()
+
+
+@contextlib.contextmanager
+def watched(folder: Path) -> Iterator[tuple[str, list[RedisServer]]]:
+    """(URL, [master, replica]) watched by two sentinels, the first of which isn't there."""
+    with contextlib.ExitStack() as stack:
+        at_once = ("--repl-diskless-sync-delay", "0")
+        master = stack.enter_context(running(folder / "master", *at_once, port=free_port()))
+        of_master = ("--replicaof", f"127.0.0.1 {master.port}")
+        replica = stack.enter_context(running(folder / "replica", *of_master, port=free_port()))
+        port, place = free_port(), folder / "sentinel"
+        place.mkdir()
+        file = place / "sentinel.conf"
+        file.write_text(
+            f"sentinel monitor main 127.0.0.1 {master.port} 1\n"
+            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
+        )
+        watch = RedisServer(place, port=port, sentinel=str(file))
+        stack.callback(watch.kill)
+        watch.start()
+        deadline = time.monotonic() + 30
+        with watch.client() as client, replica.client() as copy:
+            while not (
+                client.execute_command("SENTINEL REPLICAS main")
+                and copy.info("replication")["master_link_status"] == "up"
+            ):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main/0", [master, replica]

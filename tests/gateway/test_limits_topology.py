@@ -13,9 +13,12 @@ import redis
 from redis.asyncio.connection import SSLConnection
 
 from gateway.limits import Charge, Granted, Limit, Refused, Scope
+from gateway.limits.bounds import Bounds
+from gateway.limits.overrides import Entry
 from gateway.limits.redis_limiter import RedisLimiter
 from gateway.limits.redis_link import _client
-from tests.gateway.redis_server import RedisServer, free_port, running
+from gateway.limits.redis_overrides import RedisOverrides
+from tests.gateway.redis_server import RedisServer, free_port, running, watched
 
 pytestmark = pytest.mark.redis
 SLOTS = 16384
@@ -159,31 +162,8 @@ async def test_a_cluster_node_that_hangs_leaves_it_to_the_policy_and_is_found_ag
 
 @pytest.fixture
 def sentinel(tmp_path: Path) -> Iterator[tuple[str, list[RedisServer]]]:
-    """(URL, [master, replica]) watched by two sentinels, the first of which isn't there."""
-    with contextlib.ExitStack() as stack:
-        at_once = ("--repl-diskless-sync-delay", "0")
-        master = stack.enter_context(running(tmp_path / "master", *at_once, port=free_port()))
-        of_master = ("--replicaof", f"127.0.0.1 {master.port}")
-        replica = stack.enter_context(running(tmp_path / "replica", *of_master, port=free_port()))
-        port, folder = free_port(), tmp_path / "sentinel"
-        folder.mkdir()
-        file = folder / "sentinel.conf"
-        file.write_text(
-            f"sentinel monitor main 127.0.0.1 {master.port} 1\n"
-            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
-        )
-        watch = RedisServer(folder, port=port, sentinel=str(file))
-        stack.callback(watch.kill)
-        watch.start()
-        deadline = time.monotonic() + 30
-        with watch.client() as client, replica.client() as copy:
-            while not (
-                client.execute_command("SENTINEL REPLICAS main")
-                and copy.info("replication")["master_link_status"] == "up"
-            ):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        yield f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main/0", [master, replica]
+    with watched(tmp_path) as found:
+        yield found
 
 
 async def test_sentinel_names_the_master_and_after_a_failover_the_new_one(
@@ -239,3 +219,15 @@ def test_credentials_tls_and_options_of_a_url_reach_masters_and_sentinels() -> N
         ("h", 7000),
         ("i", 7001),
     ]
+
+
+async def test_limits_set_while_running_are_shared_in_a_cluster(cluster: list[RedisServer]) -> None:
+    one, two = RedisOverrides(url_of(cluster)), RedisOverrides(url_of(cluster))
+    ours = {"user:ann": Entry(5, Bounds(qps=1)), "model:m": Entry(6, Bounds(concurrency=None))}
+    assert await one.exchange(ours, changed=True) == {}
+    assert await two.exchange({"user:ann": Entry(7, Bounds(qps=2))}, changed=True) == {
+        "model:m": Entry(6, Bounds(concurrency=None))
+    }
+    assert await one.exchange(ours, changed=False) == {"user:ann": Entry(7, Bounds(qps=2))}
+    for shared in (one, two):
+        await shared.aclose()

@@ -1,0 +1,304 @@
+"""Real gateway processes that count together in a real Redis: exact at once, and through its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from gateway.cli import main as pagefleet
+from tests.gateway.redis_server import RedisServer, running, watched
+from tests.gateway.rig import CHAT, Rig, target, until
+
+pytestmark = pytest.mark.redis
+FAULTS = {429, 500, 502, 504}  # none of which a Redis that is away may cause
+
+
+class Gateways:
+    """Gateway processes in front of one worker; `urls` in the order of their start."""
+
+    def __init__(self, rig: Rig, config: dict[str, Any]) -> None:
+        self.rig = rig
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.clients: list[httpx.AsyncClient] = []
+        self._file = rig.folder / "fleet.json"
+        gateway = {"port": 0, **config}
+        models = [{"name": "m", "source": "o/n", **gateway.pop("model", {})}]
+        self._file.write_text(json.dumps({"gateway": gateway, "models": models}))
+
+    async def start(self) -> httpx.AsyncClient:
+        """One more; a client of its own."""
+        log = self.rig.folder / f"gateway{len(self.children)}.log"
+        command = [sys.executable, "-m", "gateway", "--config", str(self._file)]
+        command += ["--state-dir", str(self.rig.folder)]
+        with log.open("wb") as file:
+            child = await asyncio.to_thread(subprocess.Popen, command, stderr=file)
+        self.children.append(child)
+        await until(lambda: b"serves on" in log.read_bytes(), 60)
+        (port,) = re.findall(rb"serves on \('127.0.0.1', (\d+)\)", log.read_bytes())
+        # It says its address just before it listens.
+        limits = httpx.Limits(max_connections=400)
+        transport = httpx.AsyncHTTPTransport(retries=8, limits=limits)
+        client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port.decode()}", transport=transport, timeout=60
+        )
+        self.clients.append(client)
+        while (
+            await client.post(CHAT, json={"model": "m"}, headers={"x-user-id": "nobody"})
+        ).status_code == 503:
+            await asyncio.sleep(0.05)
+        return client
+
+    async def stop(self) -> None:
+        for client in self.clients:
+            await client.aclose()
+        for child in self.children:
+            child.terminate()
+        for child in self.children:
+            assert child.wait(30) in (0, -signal.SIGKILL)
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.rig.folder.glob("gateway*.log"))
+
+
+@contextlib.asynccontextmanager
+async def gateways(folder: Path, count: int, **config: Any) -> AsyncIterator[Gateways]:
+    rig = Rig(folder)
+    rig.route(target(await rig.worker()))
+    fleet = Gateways(rig, config)
+    try:
+        async with asyncio.timeout(200):
+            for _ in range(count):
+                await fleet.start()
+            yield fleet
+    finally:
+        await fleet.stop()
+        for worker in rig.workers:
+            await worker.stop()
+
+
+def made(folder: Path, name: str = "fleet") -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+async def ask(client: httpx.AsyncClient, user: str = "ann", **body: Any) -> httpx.Response:
+    return await client.post(CHAT, json={"model": "m", **body}, headers={"x-user-id": user})
+
+
+async def degraded(client: httpx.AsyncClient) -> bool:
+    page = (await client.get("/metrics")).text
+    return "pagefleet_gateway_limits_degraded 1.0" in page
+
+
+async def becomes(expected: bool, *clients: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(60):
+        while any([await degraded(client) is not expected for client in clients]):
+            await asyncio.sleep(0.05)
+
+
+def limits(default: dict[str, Any], url: str, policy: str = "local") -> dict[str, Any]:
+    return {"redis_url": url, "limits": {"default": default, "on_redis_error": policy}}
+
+
+async def test_three_processes_and_a_thousand_requests_at_once_let_exactly_the_limit_pass(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path / "redis") as server:
+        async with gateways(made(tmp_path), 3, **limits({"qps": 10, "burst": 10}, server.url)) as fleet:
+            for attempt in range(5):
+                faults = fleet.log().count("limits: Redis at")
+                user = f"ann{attempt}"
+                began = time.monotonic()
+                answers = await asyncio.gather(*(ask(fleet.clients[i % 3], user) for i in range(1000)))
+                elapsed = time.monotonic() - began
+                statuses = Counter(answer.status_code for answer in answers)
+                assert set(statuses) == {200, 429}
+                for answer in answers:
+                    assert answer.status_code == 200 or answer.headers["retry-after"] == "1"
+                # On a machine so busy that Redis takes over 50 ms, gateways go by their policy.
+                if fleet.log().count("limits: Redis at") == faults:
+                    break
+                await becomes(False, *fleet.clients)
+            else:
+                raise AssertionError("this machine is too busy")
+            assert 10 <= statuses[200] <= 10 + 10 * elapsed
+            assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"10"}
+
+
+async def test_a_killed_gateways_slots_return_and_the_counts_are_sane(tmp_path: Path) -> None:
+    """kill -9 under load: the slots of what it had in flight are free after the life of its leases."""
+    key = "pagefleet:{u:ann}:user:ann:concurrency"
+    bounds = {"concurrency": 6, "qps": 1000, "burst": 1000}
+    with running(tmp_path / "redis") as server, server.client() as redis:
+        async with gateways(made(tmp_path), 1, **limits(bounds, server.url)) as fleet:
+            (living,) = redis.zrange("pagefleet:{gateways}", 0, -1)
+            await fleet.start()
+            hanging = [
+                asyncio.create_task(ask(client, stream=True, fake={"do": "sse", "gate_at": 1}))
+                for client in fleet.clients * 3
+            ]
+            await until(lambda: redis.zcard(key) == 6, 30)
+            assert (await ask(fleet.clients[0])).status_code == 429
+            fleet.children[1].kill()
+            held = dict(redis.zrange(key, 0, -1, withscores=True))
+            assert len(held) == 6
+            assert max(held.values()) / 1e6 <= time.time() + 31
+            left = [name for name in held if not name.startswith(living)]
+            assert len(left) == 3
+            redis.zadd(
+                key, {name: (time.time() - 1) * 1e6 for name in left}
+            )  # as if half a minute had passed
+            free = [await ask(fleet.clients[0]) for _ in range(3)]
+            assert [answer.status_code for answer in free] == [200] * 3
+            fleet.rig.workers[0].gate.set()
+            done = await asyncio.gather(*hanging, return_exceptions=True)
+            assert sum(isinstance(answer, httpx.Response) for answer in done) == 3
+            await until(lambda: redis.zcard(key) == 0)
+            third = await fleet.start()
+            assert (await ask(third)).status_code == 200
+
+
+@pytest.mark.parametrize("policy", ["local", "closed"])
+async def test_redis_paused_killed_and_restarted_empty(tmp_path: Path, policy: str) -> None:
+    """Under steady load within the limits: never a 429, and only `closed` ever refuses."""
+    with running(tmp_path / "redis") as server:
+        config = limits({"qps": 100_000, "burst": 100_000, "concurrency": 1000}, server.url, policy)
+        async with gateways(made(tmp_path), 2, **config) as fleet:
+            seen: list[Counter[int]] = [Counter()]
+            slowest = 0.0
+            stop = asyncio.Event()
+
+            async def load(client: httpx.AsyncClient) -> None:
+                nonlocal slowest
+                while not stop.is_set():
+                    began = time.monotonic()
+                    seen[-1][(await ask(client)).status_code] += 1
+                    slowest = max(slowest, time.monotonic() - began)
+                    await asyncio.sleep(0.005)
+
+            loads = [asyncio.create_task(load(client)) for client in fleet.clients * 2]
+            away, back = _faults(server)
+            for fault, repair in zip(away, back, strict=True):
+                await asyncio.sleep(0.3)
+                fault()
+                await becomes(True, *fleet.clients)
+                seen.append(Counter())
+                await asyncio.sleep(0.7)
+                expected = {503} if policy == "closed" else {200}
+                assert set(seen[-1]) == expected, policy
+                repair()
+                await becomes(False, *fleet.clients)
+                await asyncio.sleep(0.1)
+                seen.append(Counter())
+            await asyncio.sleep(0.5)
+            stop.set()
+            await asyncio.gather(*loads)
+            assert set(seen[-1]) == {200}
+            assert not FAULTS & set(sum(seen, Counter()))
+            assert slowest < 10
+            with server.client() as client:  # what runs is known to the new one, and nothing else is left
+                await until(lambda: client.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 0)
+        assert "Traceback" not in fleet.log()
+
+
+def _faults(server: RedisServer) -> tuple[list[Any], list[Any]]:
+    return [server.pause, server.kill], [server.resume, server.start]
+
+
+async def test_a_failover_refuses_nobody(tmp_path: Path) -> None:
+    """The master is killed under load; from the new one on, limits are counted together again."""
+    with watched(tmp_path) as (url, (master, replica)):
+        config = limits({"qps": 100_000, "burst": 100_000, "concurrency": 50}, url)
+        async with gateways(made(tmp_path), 2, **config) as fleet:
+            held = [
+                asyncio.create_task(ask(client, stream=True, fake={"do": "sse", "gate_at": 1}))
+                for client in fleet.clients
+            ]
+            await until(lambda: len(fleet.rig.workers[0].requests) == 4)
+            master.kill()
+            statuses: Counter[int] = Counter()
+            async with asyncio.timeout(90):
+                while not statuses or any([await degraded(client) for client in fleet.clients]):
+                    statuses.update([(await ask(client)).status_code for client in fleet.clients])
+            assert set(statuses) == {200}
+            with replica.client() as redis:
+                assert redis.role()[0] == b"master"
+                await until(lambda: redis.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 2, 30)
+                fleet.rig.workers[0].gate.set()
+                await asyncio.gather(*held)
+                await until(lambda: redis.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 0, 30)
+
+
+async def test_gateways_start_without_redis_and_find_it_later(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    config = limits({"qps": 0.01, "burst": 4}, server.url)
+    async with gateways(made(tmp_path), 1, **config) as fleet:
+        (client,) = fleet.clients
+        assert await degraded(client)
+        statuses = [(await ask(client)).status_code for _ in range(5)]
+        assert statuses == [200] * 4 + [429]  # its own limit, which is genuine
+        server.start()
+        try:
+            await becomes(False, client)
+            assert [(await ask(client)).status_code for _ in range(5)] == [200] * 4 + [429]
+        finally:
+            server.kill()
+
+
+async def test_a_redis_user_who_may_not_use_script(tmp_path: Path) -> None:
+    with running(tmp_path / "redis") as server:
+        with server.client() as client:
+            client.execute_command(
+                "ACL", "SETUSER", "limits", "on", ">secret", "~*", "&*", "+@all", "-script"
+            )
+        url = f"unix://limits:secret@{server.socket}"
+        async with gateways(made(tmp_path), 1, **limits({"qps": 0.01, "burst": 3}, url)) as fleet:
+            (client,) = fleet.clients
+            assert [(await ask(client)).status_code for _ in range(5)] == [200] * 3 + [429] * 2
+            assert not await degraded(client)
+        assert "secret" not in fleet.log()
+
+
+async def test_limits_set_by_the_command_line_hold_on_every_gateway(tmp_path: Path) -> None:
+    """Also on those of another machine, whose state directory is another one."""
+    with running(tmp_path / "redis") as server:
+        config = limits({"qps": 1000, "burst": 1000}, server.url)
+        async with (
+            gateways(made(tmp_path, "here"), 2, **config) as here,
+            gateways(made(tmp_path, "there"), 1, **config) as there,
+        ):
+            clients = [*here.clients, *there.clients]
+            command(tmp_path / "here", "set", "user", "ann", "--qps", "0.01", "--burst", "2")
+
+            async def holds(count: int, name: str) -> None:
+                async with asyncio.timeout(20):
+                    for client in clients:
+                        while (await ask(client, name)).headers["x-ratelimit-limit-requests"] != str(count):
+                            await asyncio.sleep(0.05)
+
+            await holds(2, "ann")
+            await holds(1000, "bob")
+            assert [(await ask(client)).status_code for client in clients] == [429] * 3
+            command(tmp_path / "there", "unset", "user", "ann")
+            await holds(1000, "ann")
+            assert [(await ask(client)).status_code for client in clients] == [200] * 3
+
+
+def command(folder: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(pagefleet, ["limits", *arguments, "--state-dir", str(folder)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
