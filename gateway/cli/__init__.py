@@ -15,6 +15,8 @@ _COMMANDS = {
     "config": "gateway.cli.config:config",
     "keys": "gateway.cli.keys:keys",
     "limits": "gateway.cli.limits:limits",
+    "usage": "gateway.cli.usage:usage",
+    "audit": "gateway.cli.audit:audit",
     "worker": "gateway.cli.process:worker",
     "gateway": "gateway.cli.process:gateway",
     "version": "gateway.cli.process:version",

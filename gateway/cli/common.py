@@ -34,6 +34,11 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.encode(value, enc_hook=str).decode())
 
 
+def printable(text: str) -> str:
+    """`text` with escapes for what a terminal would obey; clients choose their users' names."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
 def count_of(count: int, thing: str) -> str:
     """``1 model``, ``2 models``"""
     return f"{count} {thing}{'' if count == 1 else 's'}"

@@ -5,60 +5,89 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from gateway.asgi import Headers
 from gateway.identity import errors
 from gateway.identity.identity import MAX_USER, Identity
 from gateway.identity.keyring import KeyRing
-from gateway.identity.proxies import ForwardedHeader, Peer, TrustedProxies
-from gateway.identity.secret import KEY, digest
+from gateway.identity.proxies import Peer, TrustedProxies
+from gateway.identity.secret import KEY, PREFIX, digest
+from gateway.identity.settings import AuthSettings
 from gateway.identity.store import KEYS_FILE
 
 log = logging.getLogger(__name__)
 
 
-class AuthSettings(Protocol):
-    """The part of the fleet file that says who may call."""
+class Verifier(Protocol):
+    """Checks tokens, see gateway.identity.tokens."""
 
-    @property
-    def mode(self) -> Literal["none", "keys", "oidc"]: ...
-    @property
-    def trusted_proxies(self) -> Iterable[str]: ...
-    @property
-    def forwarded_header(self) -> ForwardedHeader: ...
+    def identify(self, token: bytes) -> Identity: ...
+    async def refresh(self) -> None: ...
+    async def run(self) -> None: ...
 
 
 class Authenticator:
-    """With a key ring, callers are the users of their keys. Without, they are who they or their proxies say.
+    """With a key ring, callers are the users of their keys, or of their tokens where those are checked.
+    Without, they are who they or their proxies say.
 
     `needs_body_user`: whether `authenticate` wants the `user` of the body; else it can be asked before the
     body is read, so that nobody without a key makes the gateway read 64 MiB.
     """
 
-    def __init__(self, proxies: TrustedProxies, ring: KeyRing | None = None) -> None:
+    def __init__(
+        self, proxies: TrustedProxies, ring: KeyRing | None = None, tokens: Verifier | None = None
+    ) -> None:
         self.proxies = proxies
         self._ring = ring
+        self._tokens = tokens
         self._proxied = bool(proxies)
         self.needs_body_user = ring is None and not self._proxied
 
     def authenticate(self, headers: Headers, peer: Peer, body_user: str | None = None) -> Identity:
-        """ApiError 401 `invalid_api_key` for a caller without a good key.
+        """ApiError 401 `invalid_api_key` or `invalid_token` for a caller without a good key or token;
+        KeysStale, only with tokens, when `authenticate_again` must be asked.
 
         Without keys: the header X-User-Id, else the body's `user`, else the client's address. Where proxies
         are trusted, X-User-Id is theirs to give, and the body's `user`, which no proxy checks, counts for
         nothing.
         """
         if self._ring is not None:
-            return _holder(self._ring, headers)
+            key = presented_key(headers)
+            if self._tokens is None or key.startswith(PREFIX):
+                return _holder(self._ring, key)
+            if not key:
+                raise errors.credentials_missing()
+            return self._tokens.identify(key)
         if not self._proxied:
             user = _claimed_user(headers) or (body_user or "")[:MAX_USER]
             return Identity(user or self.proxies.origin(headers, peer).address)
         origin = self.proxies.origin(headers, peer)
         user = _claimed_user(headers) if origin.trusted else ""
         return Identity(user or origin.address)
+
+    async def authenticate_again(self, headers: Headers, peer: Peer) -> Identity:
+        """After KeysStale: with the issuer's newest keys, for which it waits a moment. ApiError when the
+        token doesn't count with them either."""
+        assert self._tokens is not None
+        await self._tokens.refresh()
+        try:
+            return self.authenticate(headers, peer)
+        except errors.KeysStale as stale:
+            raise stale.answer from None
+
+    async def identify(self, headers: Headers, peer: Peer) -> Identity:
+        """Both at once, where speed doesn't matter."""
+        try:
+            return self.authenticate(headers, peer)
+        except errors.KeysStale:
+            return await self.authenticate_again(headers, peer)
+
+    async def run(self) -> None:
+        """Keeps what it checks tokens with fresh, until it is cancelled."""
+        if self._tokens is not None:
+            await self._tokens.run()
 
     def close(self) -> None:
         if self._ring is not None:
@@ -70,7 +99,9 @@ def open_authenticator(settings: AuthSettings, state_dir: Path) -> Authenticator
     proxies = TrustedProxies(settings.trusted_proxies, settings.forwarded_header)
     if settings.mode == "none":
         return without_keys(proxies)
-    return with_keys(proxies, state_dir)
+    if settings.mode == "keys":
+        return with_keys(proxies, state_dir)
+    return with_tokens(proxies, state_dir, settings)
 
 
 def without_keys(proxies: TrustedProxies) -> Authenticator:
@@ -82,13 +113,24 @@ def without_keys(proxies: TrustedProxies) -> Authenticator:
 
 def with_keys(proxies: TrustedProxies, state_dir: Path) -> Authenticator:
     """Mode `keys`. StoreUnusable when the file of keys in `state_dir` can't be read."""
-    ring = KeyRing(state_dir / KEYS_FILE)
+    path = state_dir / KEYS_FILE
+    ring = KeyRing(path)
     log.info("auth: keys; %d known", len(ring))
+    if not len(ring):
+        log.warning("there is no API key in %s yet; `pagefleet keys create` makes one", path)
     return Authenticator(proxies, ring)
 
 
-def _holder(ring: KeyRing, headers: Headers) -> Identity:
-    key = presented_key(headers)
+def with_tokens(proxies: TrustedProxies, state_dir: Path, settings: AuthSettings) -> Authenticator:
+    """Mode `oidc`: the issuer's tokens, and keys beside them, for programs that have no account there."""
+    from gateway.identity.tokens import open_verifier  # what it needs takes time to import
+
+    ring = KeyRing(state_dir / KEYS_FILE)
+    log.info("auth: tokens of %s, and keys; %d known", settings.issuer, len(ring))
+    return Authenticator(proxies, ring, open_verifier(settings))
+
+
+def _holder(ring: KeyRing, key: bytes) -> Identity:
     if not key:
         raise errors.key_missing()
     match = KEY.fullmatch(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from contracts.errors import ApiError, bad_request, unavailable
@@ -15,16 +16,23 @@ class KeyRefused(Exception):
     """What was asked for can't be done with this key; nothing was changed."""
 
 
+_CHALLENGE = 'Bearer realm="pagefleet"'
+
+
 def _unauthorized(message: str) -> ApiError:
     """As OpenAI answers, whose SDK raises AuthenticationError for it."""
-    return ApiError(
-        401, message, code="invalid_api_key", headers={"www-authenticate": 'Bearer realm="pagefleet"'}
-    )
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": _CHALLENGE})
 
 
 def key_missing() -> ApiError:
     return _unauthorized(
         "An API key is needed: send it as 'Authorization: Bearer pfk_...' or as 'x-api-key'."
+    )
+
+
+def credentials_missing() -> ApiError:
+    return _unauthorized(
+        "A token or an API key is needed: send it as 'Authorization: Bearer ...', a key also as 'x-api-key'."
     )
 
 
@@ -42,6 +50,74 @@ def key_revoked(key_id: str) -> ApiError:
 
 def keys_unavailable() -> ApiError:
     return unavailable("API keys can't be checked now; try again soon.", "keys_unavailable", retry_after=5)
+
+
+class KeysStale(Exception):
+    """A token may count after all once the issuer's keys have been fetched again; else `answer` holds."""
+
+    def __init__(self, answer: ApiError) -> None:
+        super().__init__(answer.message)
+        self.answer = answer
+
+
+def _token_refused(reason: str) -> ApiError:
+    """With the challenge of RFC 6750; `reason` holds nothing of the token."""
+    challenge = f'{_CHALLENGE}, error="invalid_token", error_description="{reason}"'
+    return ApiError(
+        401,
+        f"This token does not count here: {reason}.",
+        code="invalid_token",
+        headers={"www-authenticate": challenge},
+    )
+
+
+def signing_key_unknown() -> ApiError:
+    return _token_refused("no key of the issuer has signed it")
+
+
+def signing_keys_missing() -> ApiError:
+    return unavailable(
+        "Tokens can't be checked now: the issuer's keys can't be had; try again soon.",
+        "keys_unavailable",
+        retry_after=5,
+    )
+
+
+def token_too_long(limit: int) -> ApiError:
+    return _token_refused(f"it has more than {limit} bytes")
+
+
+def token_malformed() -> ApiError:
+    return _token_refused("it is neither a signed JWT nor an API key")
+
+
+def token_algorithm(allowed: Iterable[str]) -> ApiError:
+    return _token_refused(f"it must be signed with {' or '.join(allowed)}")
+
+
+def token_signature() -> ApiError:
+    return _token_refused("its signature is wrong")
+
+
+def token_expired() -> ApiError:
+    return _token_refused("it has expired")
+
+
+def token_claim_missing(claim: str) -> ApiError:
+    return _token_refused(f"it has no usable claim '{claim}'")
+
+
+_WRONG_CLAIMS = {
+    "iss": "it is another issuer's",
+    "aud": "it is for another audience",
+    "nbf": "it is not valid yet",
+    "iat": "it was issued in the future",
+    "email_verified": "its e-mail address is not verified",
+}
+
+
+def token_claim_wrong(claim: str) -> ApiError:
+    return _token_refused(_WRONG_CLAIMS.get(claim, f"its claim '{claim}' is wrong"))
 
 
 def user_ambiguous() -> ApiError:

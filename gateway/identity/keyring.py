@@ -55,8 +55,6 @@ class KeyRing:
         except StoreUnusable:
             self.close()
             raise
-        if not self._entries:
-            log.warning("there is no API key in %s yet; `pagefleet keys create` makes one", path)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -16,6 +16,7 @@ _ID_LENGTH = 10
 _ALPHABET = string.ascii_letters + string.digits
 _SECRET_LENGTH = 43  # 62 ** 43 > 2 ** 256
 
+PREFIX = b"pfk_"
 KEY = re.compile(rb"pfk_([a-z0-9]{%d})_[A-Za-z0-9]{%d}" % (_ID_LENGTH, _SECRET_LENGTH))
 _ID = re.compile(rf"(?:pfk_)?([a-z0-9]{{{_ID_LENGTH}}})(?:_[A-Za-z0-9]*)?")
 

@@ -7,9 +7,7 @@ is new. WAL: readers and the writer don't wait for each other.
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway import sqlite_file
 from gateway.identity import record, secret
 from gateway.identity.errors import KeyRefused, StoreUnusable, utc
 from gateway.identity.identity import NO_LIMITS, KeyLimits, Priority
@@ -80,14 +79,11 @@ class KeyStore:
         self._path = path
         with self._translated():
             if create and not path.exists():
-                _make(path)
-            uri = path.absolute().as_uri() + "?mode=rw"  # a reader too writes, to the index of the WAL
-            self._db = sqlite3.connect(
-                uri, uri=True, isolation_level=None, timeout=WRITE_TIMEOUT if write else READ_TIMEOUT
-            )
+                sqlite_file.make(path, _SCHEMA)
+            self._db = sqlite_file.connect(path, WRITE_TIMEOUT if write else READ_TIMEOUT)
         try:
             with self._translated():
-                self._check()
+                sqlite_file.check(self._db, path, _APPLICATION_ID, _SCHEMA_VERSION, "keys")
                 if write and path.stat().st_mode & 0o077:
                     path.chmod(0o600)
         except BaseException:
@@ -202,20 +198,12 @@ class KeyStore:
 
     # --- inside
 
-    def _check(self) -> None:
-        (application,) = self._db.execute("PRAGMA application_id").fetchone()
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if application != _APPLICATION_ID:
-            raise StoreUnusable(f"{self._path} is no file of keys; move it away")
-        if version != _SCHEMA_VERSION:
-            raise StoreUnusable(
-                f"{self._path} has format {version}; this version of pagefleet knows {_SCHEMA_VERSION} only"
-            )
-
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except sqlite_file.WrongFile as error:
+            raise StoreUnusable(str(error)) from None
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"the keys in {self._path} can't be used: {error}") from None
 
@@ -267,16 +255,3 @@ class KeyStore:
 
 
 _WAS = {"revoked": "was revoked", "expired": "expired"}
-
-
-def _make(path: Path) -> None:
-    """An empty store appears whole or not at all, however many make one at once; its owner only reads it."""
-    descriptor, temporary = tempfile.mkstemp(prefix=".keys-", dir=path.parent)  # mode 0600
-    os.close(descriptor)
-    try:
-        with contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as db:
-            db.executescript(_SCHEMA)
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        os.unlink(temporary)

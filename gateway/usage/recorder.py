@@ -1,0 +1,133 @@
+"""From finished requests to their places, off the requests' path: a queue, and a thread that empties it.
+
+A request costs its gateway one append. The thread takes a few at a time and lets go of the interpreter in
+between, so that requests don't wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gateway.usage.audit_file import AuditFile
+from gateway.usage.record import Record
+from gateway.usage.sinks import AuditSink, Sink, Unwritten, UsageSink
+from gateway.usage.store import UsageStore
+
+FLUSH_SECONDS = 0.25
+CHUNK = 64  # records between two breaths
+MAX_QUEUED = 100_000  # records that wait for the thread
+CLOSE_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Hands records to its sinks, every `FLUSH_SECONDS`, in a thread of its own.
+
+    `on_lost` and `on_failure` are told, from that thread, how many records a sink lost, and that it could
+    not write.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        on_lost: Callable[[str, int], None] = lambda name, count: None,
+        on_failure: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._sinks = sinks
+        self._on_lost = on_lost
+        self._on_failure = on_failure
+        self._queue: deque[Record] = deque()
+        self._overflowed = 0
+        self._failing: dict[str, int] = {}  # sink → what it had lost when it began to fail
+        self._reported = dict.fromkeys((sink.name for sink in sinks), 0)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._sinks:
+            self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
+            self._thread.start()
+
+    def add(self, record: Record) -> None:
+        """From the event loop; never fails and never waits."""
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append(record)
+        else:
+            self._overflowed += 1
+
+    def close(self) -> None:
+        """Writes what is left; at most for `CLOSE_SECONDS`."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.error("audit and usage: what was left could not be written within %g s", CLOSE_SECONDS)
+        self._thread = None
+
+    def _run(self) -> None:
+        ending = False
+        while not ending:
+            ending = self._stop.wait(FLUSH_SECONDS)
+            try:
+                self._empty()
+            except Exception:  # a bug; the thread must live on, or the queue would only fill
+                log.exception("audit and usage: records were lost")
+        for sink in self._sinks:
+            left = sink.close()
+            if left:
+                self._on_lost(sink.name, left)
+                log.error("%s: %d requests could not be written before the end", sink.name, left)
+
+    def _empty(self) -> None:
+        while self._queue:
+            records = [self._queue.popleft() for _ in range(min(CHUNK, len(self._queue)))]
+            for sink in self._sinks:
+                sink.take(records)
+            time.sleep(0)  # whoever waits for the interpreter gets it here
+        for sink in self._sinks:
+            self._flush(sink)
+
+    def _flush(self, sink: Sink) -> None:
+        """A sink that can't write is named in the log once, and once more when it can."""
+        try:
+            sink.flush()
+        except Unwritten as error:
+            self._on_failure(sink.name)
+            if sink.name not in self._failing:
+                self._failing[sink.name] = sink.lost
+                log.error("%s; requests go on", error)
+        else:
+            before = self._failing.pop(sink.name, None)
+            if before is not None:
+                log.warning("%s: written again; %d requests were lost", sink.name, sink.lost - before)
+        self._count_lost(sink)
+
+    def _count_lost(self, sink: Sink) -> None:
+        lost = sink.lost + self._overflowed
+        if lost > self._reported[sink.name]:
+            self._on_lost(sink.name, lost - self._reported[sink.name])
+            self._reported[sink.name] = lost
+
+
+def open_recorder(
+    audit: AuditFile | None,
+    usage: Path | None,
+    on_lost: Callable[[str, int], None] = lambda name, count: None,
+    on_failure: Callable[[str], None] = lambda name: None,
+) -> Recorder:
+    """A running recorder, to be closed. `usage`: path of the file of sums."""
+    sinks: list[Sink] = []
+    if audit is not None:
+        sinks.append(AuditSink(audit))
+    if usage is not None:
+        sinks.append(UsageSink(UsageStore(usage)))
+    recorder = Recorder(sinks, on_lost, on_failure)
+    recorder.start()
+    return recorder

@@ -1,0 +1,129 @@
+"""Where records go: lines of the audit file, sums in the file of usage. For the recorder's thread only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from gateway.usage.audit_file import AuditFile
+from gateway.usage.record import Record, line_of
+from gateway.usage.store import COUNTS, HOUR, Row, Sums, UsageStore, UsageUnusable
+
+MAX_UNWRITTEN = 16 * 1024**2  # bytes of lines kept for a file that can't be written
+MAX_ROWS = 20_000  # distinct users, keys and models in an hour, by one gateway
+OTHERS = "(others)"  # the user of what is beyond that: with `auth: none`, names cost nothing
+
+
+class Unwritten(Exception):
+    """A sink's file can't be written now."""
+
+
+class Sink(Protocol):
+    """`lost` counts the records for which there was no room."""
+
+    name: str
+    lost: int
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Keeps them for the next `flush`."""
+
+    def flush(self) -> None:
+        """Writes what is kept; Unwritten when that can't be done, and then all of it is still kept."""
+
+    def close(self) -> int:
+        """How many records were still kept."""
+
+
+class AuditSink:
+    """A JSON line for each record."""
+
+    name = "audit"
+
+    def __init__(self, file: AuditFile) -> None:
+        self.lost = 0
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+        self._chunks: deque[tuple[bytes, int]] = deque()
+        self._bytes = 0
+
+    def take(self, records: Sequence[Record]) -> None:
+        lines = self._encoder.encode_lines([line_of(record) for record in records])
+        if self._bytes + len(lines) > MAX_UNWRITTEN:
+            self.lost += len(records)
+            return
+        self._chunks.append((lines, len(records)))
+        self._bytes += len(lines)
+
+    def flush(self) -> None:
+        while self._chunks:
+            lines = self._chunks[0][0]
+            try:
+                self._file.append(lines)
+            except OSError as error:
+                raise Unwritten(f"the audit file {self._file.path} can't be written: {error}") from None
+            self._chunks.popleft()
+            self._bytes -= len(lines)
+
+    def close(self) -> int:
+        self._file.close()
+        return sum(count for _, count in self._chunks)
+
+
+class UsageSink:
+    """Sums of the requests that had a user and a model."""
+
+    name = "usage"
+
+    def __init__(self, store: UsageStore) -> None:
+        self.lost = 0
+        self._store = store
+        self._rows: dict[Row, Sums] = {}
+        self._known: set[Row] = set()  # of the latest hour
+        self._hour = 0
+
+    def take(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.user is None or not record.model:
+                continue
+            row = (int(record.at) // HOUR * HOUR, record.user, record.key_id or "", record.model)
+            sums = self._rows.get(row) or self._new_row(row)
+            if sums is None:
+                self.lost += 1
+                continue
+            sums[0] += 1
+            sums[1] += record.status >= 400
+            usage = record.usage
+            if usage is not None:
+                sums[2] += usage.prompt_tokens
+                sums[3] += usage.completion_tokens
+                sums[4] += usage.cached_tokens
+
+    def _new_row(self, row: Row) -> Sums | None:
+        hour, model = row[0], row[3]
+        if hour > self._hour:
+            self._hour = hour
+            self._known.clear()
+        if row not in self._known:
+            if len(self._known) >= MAX_ROWS:
+                row = (hour, OTHERS, "", model)
+            else:
+                self._known.add(row)
+        if len(self._rows) > 2 * MAX_ROWS:  # the file can't be written, for hours
+            return self._rows.get(row)
+        return self._rows.setdefault(row, [0] * len(COUNTS))
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        try:
+            self._store.add(self._rows)
+        except UsageUnusable as error:
+            raise Unwritten(str(error)) from None
+        self._rows = {}
+
+    def close(self) -> int:
+        self._store.close()
+        return sum(sums[0] for sums in self._rows.values())
