@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.board import Peer
+from gateway.cli import main as pagefleet
 from gateway.fleet.statedir import StateDir
 from tests.gateway.rig import Rig, http_post, target, until
 
@@ -217,6 +219,31 @@ async def test_two_hundred_calls_one_answer(tmp_path: Path) -> None:
                 assert len(processes) == PROCESSES
                 for _, writer in held:
                     writer.close()
+
+
+async def test_keys_are_those_of_all(tmp_path: Path) -> None:
+    def keys(*arguments: str) -> str:
+        result = CliRunner().invoke(pagefleet, ["keys", *arguments, "--state-dir", str(tmp_path)])
+        assert result.exit_code == 0, result.stderr
+        return result.stdout.strip()
+
+    async with gateways(tmp_path, auth="keys") as (running, _):
+        key = keys("create", "--user", "alice")
+        for change, status in (((), 200), (("revoke", key), 401)):
+            if change:
+                keys(*change)
+            await asyncio.sleep(0.11)
+            answers, processes = Counter[int](), set()
+            held = []
+            for _ in range(60):
+                got, process, _ = await running.get("/v1/models", f"authorization: Bearer {key}\r\n")
+                answers[got] += 1
+                processes.add(process)
+                held.append(await running.connect())  # so that the next goes to another
+            assert answers == {status: 60}
+            assert len(processes) == PROCESSES
+            for _, writer in held:
+                writer.close()
 
 
 async def test_metrics_add_up_and_survive_a_kill(tmp_path: Path) -> None:
