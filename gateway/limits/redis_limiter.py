@@ -26,6 +26,7 @@ from gateway.limits.redis_link import SCRIPT, Operation, RedisLink, slot_tag
 from gateway.limits.rules import SECOND, LeaseRule, RateRule, Rule, Scope
 
 RENEWED_AT_ONCE = 32
+BEAT_S = 1.0  # how old the number of gateways may be by which the policy `local` divides
 GATEWAYS = "{gateways}"
 
 
@@ -120,8 +121,8 @@ class RedisLimiter:
         Leases that Redis lost or never saw are there again afterwards. Goes in parts, so that decisions
         needn't wait for all of it.
         """
-        here = [self._id]
-        leases_of: dict[str, list[str]] = {GATEWAYS: here}
+        await self._beat()
+        leases_of: dict[str, list[str]] = {}
         for lease, rules in self._running.items():
             for rule in rules:
                 leases_of.setdefault(rule.key, []).append(lease)
@@ -129,14 +130,12 @@ class RedisLimiter:
         for start in range(0, len(keys), RENEWED_AT_ONCE):
             holds = []
             for key in keys[start : start + RENEWED_AT_ONCE]:
-                leases = [lease for lease in leases_of[key] if lease in self._running or key == GATEWAYS]
+                leases = [lease for lease in leases_of[key] if lease in self._running]
                 if leases:
                     self._only_here.difference_update(leases)
                     text = f"hold {self._ttl_us} {len(leases)} {' '.join(leases)}"
                     holds.append(self._channel.ask(Operation([self._prefix + key], text, 1)))
-            answers = await asyncio.gather(*holds)
-            if start == 0:
-                self._local.gateways = max(1, answers[0][0])
+            await asyncio.gather(*holds)
 
     def adjust(self, rule: RateRule, delta: int) -> None:
         """For `Granted`. While Redis is away nothing is changed: what it holds drains within a burst."""
@@ -240,9 +239,20 @@ class RedisLimiter:
         await self._renew_quietly()
 
     async def _keep_renewing(self) -> None:
+        pause = self._ttl / 3
+        beats = max(1, round(pause / BEAT_S))
         while True:
-            await asyncio.sleep(self._ttl / 3)
+            for _ in range(beats):
+                await asyncio.sleep(pause / beats)
+                with contextlib.suppress(RedisFault):
+                    await self._beat()
             await self._renew_quietly()
+
+    async def _beat(self) -> None:
+        """Says that this gateway lives, and counts those that do; raises RedisFault."""
+        text = f"hold {self._ttl_us} 1 {self._id}"
+        (count,) = await self._channel.ask(Operation([self._prefix + GATEWAYS], text, 1))
+        self._local.gateways = max(1, count)
 
     async def _renew_quietly(self) -> None:
         with contextlib.suppress(RedisFault):  # the repair renews
