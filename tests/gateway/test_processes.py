@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -371,3 +372,24 @@ async def test_what_waits_in_the_queue_is_another_processes(tmp_path: Path) -> N
         for slot in ("gateway1", "gateway2"):
             running.children[slot].send_signal(signal.SIGCONT)
         assert {status for status, *_ in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_one_without_a_descriptor_to_spare_leaves_connections_to_the_others(tmp_path: Path) -> None:
+    async with gateways(tmp_path) as (running, _):
+        child = running.children["gateway0"]
+        _, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (8, hard))  # fewer than it has
+        held = [await running.connect() for _ in range(30)]
+        for reader, writer in held:
+            writer.write(http_post(BODY))
+            await reader.readuntil(b'{"served_by":"w"}')
+        await until(lambda: sum(running.connections()) == 30)
+        assert running.connections()[0] == 0
+        log = tmp_path / "gateway0.log"
+        assert log.read_text().count("no connection can be taken: Too many open files") == 1
+        resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (hard, hard))
+        await asyncio.sleep(1.0)
+        held += [await running.connect() for _ in range(10)]
+        await until(lambda: running.connections()[0] >= 8)
+        for _, writer in held:
+            writer.close()
