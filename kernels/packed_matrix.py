@@ -2,9 +2,8 @@
 
 A BLAS product packs its operands anew in every call, which costs as much as the product itself as long as
 there are few rows. oneDNN's 1 x 1 convolution takes a matrix packed beforehand: panels of P outputs,
-[N / P, K, P], P chosen for the machine. One row is no convolution that oneDNN has a fast kernel for, but over
-the same panels it is a weighted sum of their K rows, which is what an embedding bag computes, and that one
-streams them.
+[N / P, K, P], P chosen for the machine. One row is no convolution that oneDNN has a fast kernel for; the same
+panels are a batch of matrices to MKL, and its batched product streams them.
 
 Microseconds with two threads on Zen 3 (AVX2), weights out of cache, beside W xᵀ by MKL (`linear.py`):
 
@@ -26,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SUM = 0  # embedding_bag's mode
 MAX_WIDTH = 64  # of a panel
 # Rows of one convolution. oneDNN picks the panels' width by the number of rows too, and repacks the matrix in
 # each call when they differ, which takes a hundred times as long: only those that agree with HINT are used.
@@ -41,7 +39,7 @@ MOST_WIDE_ROWS = 64
 class PackedMatrix:
     """A weight [N, K] in panels; it needs as much memory as the weight did."""
 
-    __slots__ = ("_bag_starts", "_convolved", "_panel_rows", "_panels", "_rows", "nbytes", "shape")
+    __slots__ = ("_convolved", "_panels", "_rows", "nbytes", "shape")
 
     def __init__(self, weight: Tensor, convolved: Tensor, panels: Tensor, rows: tuple[int, ...]) -> None:
         self.shape = weight.shape
@@ -49,7 +47,6 @@ class PackedMatrix:
         self._panels = panels
         self._rows = rows
         self.nbytes = panels.nbytes
-        self._panel_rows, self._bag_starts = _bags(len(panels), weight.shape[1])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K] times the weight transposed, plus bias [N] -> [T, N], contiguous."""
@@ -67,11 +64,8 @@ class PackedMatrix:
         return y[:rows] if missing else y
 
     def _one_row(self, x: Tensor) -> Tensor:
-        count, inner, width = self._panels.shape
-        weights = x.expand(count, inner).reshape(-1)
-        y = torch.embedding_bag(
-            self._panels.view(-1, width), self._panel_rows, self._bag_starts, False, SUM, False, weights
-        )[0]
+        panels = self._panels
+        y = torch.bmm(x.expand(len(panels), 1, -1), panels)
         return y.view(1, -1)[:, : self.shape[0]]
 
     def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,21 +79,15 @@ class PackedMatrix:
 
 @lru_cache(1024)
 def _cut(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The convolutions' sizes for so many rows, the last one padded: what costs least."""
-    enough = next((size for size in sizes if size >= rows), None)
-    smaller = max((size for size in sizes if size < rows), default=None)
-    if smaller is None or enough == rows:
-        return (enough,)
-    split = (smaller, *_cut(rows - smaller, sizes))
-    if enough is None or sum(split) + CALL_ROWS * (len(split) - 1) < enough:
+    """The sizes of the convolutions for so many rows, the last of them padded: what costs least."""
+    whole = [size for size in sizes if size >= rows][:1]
+    smaller = [size for size in sizes if size < rows][-1:]
+    if not smaller or whole == [rows]:
+        return tuple(whole)
+    split = (*smaller, *_cut(rows - smaller[0], sizes))
+    if not whole or sum(split) + CALL_ROWS * (len(split) - 1) < whole[0]:
         return split
-    return (enough,)
-
-
-@lru_cache
-def _bags(panels: int, inner: int) -> tuple[Tensor, Tensor]:
-    rows = torch.arange(panels * inner, dtype=torch.int32)
-    return rows, rows[::inner].contiguous()
+    return tuple(whole)
 
 
 def pack(weight: Tensor) -> PackedMatrix | None:

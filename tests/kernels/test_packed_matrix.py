@@ -18,7 +18,7 @@ def packed(weight: torch.Tensor) -> PackedMatrix:
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 16, 17, 33, 64, 130, ROWS[-1] + 1])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 16, 17, 33, 64, 130, 200, 317, ROWS[-1] + 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(rows: int, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
