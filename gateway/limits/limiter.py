@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from gateway.limits.rules import MINUTE, SECOND, Kind, LeaseRule, Rate, RateRule, Rule, Scope
 
@@ -166,8 +166,7 @@ def rules_of(charges: Sequence[Charge], tokens: int, gateways: int = 1) -> tuple
     return rules
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(NamedTuple):
     """Where one limit stands. `reset`: seconds until all of `limit` is there again."""
 
     scope: Scope

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
@@ -57,8 +58,7 @@ class Rate:
         return max(0, (self.tolerance - backlog) * self.amount // self.period)
 
 
-@dataclass(frozen=True, slots=True)
-class RateRule:
+class RateRule(NamedTuple):  # made for every request that reserves tokens: a third of a dataclass's cost
     """One request's charge against one rate: `units` of it, `increment` microseconds."""
 
     key: str
