@@ -22,6 +22,7 @@ UnitState = Literal["waiting", "starting", "ready", "draining", "backoff", "fail
 T = TypeVar("T")
 
 EXIT_BAD_CONFIGURATION = 2  # starting again can't help
+ORDERLY_PAUSE = 1.0  # seconds
 _LAST_WORDS = 12
 _ERROR_LINE = re.compile(r"\S+ \S+ (?:ERROR|CRITICAL) \S+: (.+)")  # as workers and gateways log
 
@@ -92,10 +93,11 @@ class StartLocks:
 
 @dataclass(frozen=True)
 class _End:
-    """Why a life ended, and whether another is pointless."""
+    """Why a life ended, and whether another is pointless; `orderly`: it was asked to end, it didn't crash."""
 
     reason: str
     fatal: bool = False
+    orderly: bool = False
     by_itself: bool = False  # its log says more than its exit code
 
 
@@ -134,7 +136,9 @@ class Unit:
             assert end is not None
             await self._clear()
             now = time.monotonic()
-            delay = None if end.fatal else self._policy.after_crash(now, now - ready_at)
+            delay: float | None = ORDERLY_PAUSE
+            if not end.orderly:
+                delay = None if end.fatal else self._policy.after_crash(now, now - ready_at)
             words = tuple(tail(self._spec.log, _LAST_WORDS, self._log_start))
             reason = _in_its_words(end, words)
             self._set(
@@ -149,7 +153,7 @@ class Unit:
             if delay is None:
                 return
             await asyncio.sleep(delay)
-            self._set(restarts=self.status.restarts + 1, retry_at=None)
+            self._set(restarts=self.status.restarts + (not end.orderly), retry_at=None)
 
     async def stop(self, patience: float) -> None:
         """Ends the process: asks, waits `patience` seconds, kills."""
@@ -219,7 +223,7 @@ class Unit:
                 await asyncio.wait({child.exited}, timeout=self._timing.health_poll)
                 health = await _unless_exited(child, probe.health())
                 if child.exited.done():
-                    return _exit_end(child.exited.result())
+                    return _exit_end(child.exited.result(), was_ready=True)
                 now = time.monotonic()
                 if health is not None:
                     healthy_at = now
@@ -256,13 +260,15 @@ async def _unless_exited(child: Child, question: Awaitable[T]) -> T | None:
         task.cancel()
 
 
-def _exit_end(code: int, failure: str | None = None) -> _End:
+def _exit_end(code: int, failure: str | None = None, was_ready: bool = False) -> _End:
     """`failure`: why, in the process's own words."""
     fatal = code == EXIT_BAD_CONFIGURATION
     if failure is not None:
         return _End(f"did not start: {failure}", fatal)
     if fatal:
         return _End("refused its configuration (exit code 2)", fatal)
+    if code == 0 and was_ready:
+        return _End("was asked to end (SIGTERM) and did", orderly=True)
     if code == -9:
         return _End("was killed (SIGKILL); if nobody did, the machine may be out of memory")
     if code < 0:

@@ -500,3 +500,14 @@ async def test_a_gateway_whose_event_loop_stands_still_is_replaced(
         await fleet.until_state("gateway0", "ready", generation=2)
         assert "made no progress" in (fleet.unit("gateway0").last_exit or "")
         assert fleet.unit("gateway1").generation == 1
+
+
+async def test_who_is_asked_to_end_and_does_has_not_crashed(tmp_path: Path) -> None:
+    """However often a person restarts a process by hand, it never counts as failed."""
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        for generation in range(1, 7):
+            await fleet.until_state("gateway", "ready", generation)
+            os.kill(fleet.unit("gateway").pid or 0, signal.SIGTERM)
+        await fleet.until_state("gateway", "ready", generation=7)
+        assert fleet.unit("gateway").restarts == 0
+        assert fleet.unit("gateway").last_exit == "was asked to end (SIGTERM) and did"
