@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from contracts.errors import ApiError
 from contracts.headers import REQUEST_ID
@@ -15,19 +16,39 @@ from gateway.accounting import UsageCollector
 from gateway.admission import Admission, Limits
 from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
 from gateway.board import Board, Peer
+from gateway.health import HealthSettings
 from gateway.identity.authenticator import Authenticator
 from gateway.inbound import read_head
 from gateway.metrics import Metrics
+from gateway.prober import Prober
 from gateway.proxy import Proxy, ProxySettings
 from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
-from gateway.routing import Router, Table
+from gateway.routing import Router, RouterSettings, Table
 from gateway.upstream import Upstream
 from gateway.worker_metrics import WorkerMetrics
 
 Handler = Callable[[Scope, Send], Awaitable[None]]
 
 log = logging.getLogger(__name__)
+
+
+class QueueSettings(Protocol):
+    """How many requests may wait for a worker."""
+
+    @property
+    def size(self) -> int: ...
+
+
+class Settings(ProxySettings, Protocol):
+    """The part of the gateway's settings that is read here."""
+
+    @property
+    def processes(self) -> int: ...
+    @property
+    def health(self) -> HealthSettings: ...
+    @property
+    def queue(self) -> QueueSettings: ...
 
 
 class Gateway:
@@ -41,7 +62,7 @@ class Gateway:
 
     def __init__(
         self,
-        settings: ProxySettings,
+        settings: Settings,
         configured: Mapping[str, Iterable[str]],
         routes_path: Path,
         auth: Authenticator,
@@ -51,7 +72,12 @@ class Gateway:
     ) -> None:
         self._auth = auth
         self.upstream = Upstream()
-        self.router = Router(routes_path, configured, self._routes_changed)
+        self.prober = Prober(self.upstream, settings.health, settings.processes)
+        self._probing = False
+        rules = RouterSettings(
+            settings.health.max_fails, settings.health.fail_timeout, settings.queue.size, True
+        )
+        self.router = Router(routes_path, configured, self._routes_changed, rules)
         self.metrics = Metrics(self.router, board, peers)
         self.admission = Admission(limits, self.metrics)
         self.usage = UsageCollector(self.upstream)
@@ -120,16 +146,22 @@ class Gateway:
 
     def _routes_changed(self, table: Table) -> None:
         self.upstream.retain(table.addresses)
+        if self._probing:
+            self.prober.watch(table.ready)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         poll = asyncio.create_task(self.router.poll(), name="routes")
+        self._probing = True
+        self.prober.watch(self.router.table.ready)
         await self.admission.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         poll.cancel()
         with suppress(asyncio.CancelledError):
             await poll
+        self._probing = False
+        await self.prober.aclose()
         await self.usage.aclose()
         await self.admission.aclose()
         self.upstream.close()

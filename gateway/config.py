@@ -154,6 +154,26 @@ class Timeouts(_Block):
     total: Timeout = 900.0
 
 
+class HealthSettings(_Block):
+    """When a worker gets no requests, while another can take them. In seconds.
+
+    After `max_fails` failures within `fail_timeout` none for `fail_timeout`, then one for a trial; 0:
+    failures aren't counted. Every `probe_interval` each worker is asked who and how it is, and has
+    `probe_timeout` to answer.
+    """
+
+    max_fails: Annotated[Count, Field(ge=0, le=1_000_000)] = 3
+    fail_timeout: Timeout = 10.0
+    probe_interval: Timeout = 2.0
+    probe_timeout: Timeout = 5.0
+
+
+class QueueSettings(_Block):
+    """Requests that may wait, per model and gateway process, for a worker that isn't full; 0: none."""
+
+    size: Annotated[Count, Field(ge=0, le=100_000)] = 1024
+
+
 class AuditSettings(_Block):
     """Where requests are written down."""
 
@@ -171,6 +191,8 @@ class GatewaySettings(_Block):
     auth: AuthSettings = AuthSettings()
     limits: GatewayLimits = GatewayLimits()
     timeouts: Timeouts = Timeouts()
+    health: HealthSettings = HealthSettings()
+    queue: QueueSettings = QueueSettings()
     max_body: Annotated[ByteSize, Field(ge=1024)] = 64 * 1024**2
     audit: AuditSettings = AuditSettings()
 

@@ -15,13 +15,18 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 
-class HealthSettings(Protocol):
-    """Seconds; `max_fails` 0: answers are not counted."""
+class FailureSettings(Protocol):
+    """Seconds; `max_fails` 0: failures are not counted."""
 
     @property
     def max_fails(self) -> int: ...
     @property
     def fail_timeout(self) -> float: ...
+
+
+class HealthSettings(FailureSettings, Protocol):
+    """Seconds."""
+
     @property
     def probe_interval(self) -> float: ...
     @property
@@ -48,7 +53,7 @@ class Health:
         "up",
     )
 
-    def __init__(self, name: str, settings: HealthSettings, *, probed: bool) -> None:
+    def __init__(self, name: str, settings: FailureSettings, *, probed: bool) -> None:
         self._name = name
         self._settings = settings
         self._fails = 0

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from contracts.errors import bad_request
-from gateway.asgi import Receive, Scope
+from gateway.asgi import Headers, Receive, Scope
 from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
 
 FORWARDED = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
@@ -57,6 +57,18 @@ class Inbound:
     user: str | None = None
     model_in_query: bool = False  # the body names none, so the worker must be told beside it
     streams: bool = False  # the answer comes in pieces, so its head comes early
+
+
+def patience(headers: Headers, most: float) -> float:
+    """Seconds that a client waits for a worker, by its header `x-request-timeout`; at most `most`."""
+    for name, value in headers:
+        if name == b"x-request-timeout":
+            try:
+                seconds = float(value)
+            except ValueError:
+                return most
+            return seconds if 0 < seconds < most else most
+    return most
 
 
 def read_head(scope: Scope) -> Head:

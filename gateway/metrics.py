@@ -50,6 +50,19 @@ class Metrics:
             ["model"],
             OVERHEAD_BUCKETS,
         )
+        self._queue_seconds = self.histogram(
+            "pagefleet_gateway_queue_seconds",
+            "How long requests waited for a worker with room, those that had to.",
+            ["model"],
+            REQUEST_BUCKETS,
+        )
+        self._queue_refused = self.counter(
+            "pagefleet_gateway_queue_refused_total",
+            "Requests of an overloaded model that got no worker, by reason.",
+            ["model", "reason"],
+        )
+        router.on_waited = lambda model, seconds: self._queue_seconds.observe((model,), seconds)
+        router.on_refused = lambda model, reason: self._queue_refused.inc((model, reason))
         self._add_gauges()
         self.registry.register(self._families)
         self.registry.register(_RouteCollector(router))
@@ -114,6 +127,14 @@ class Metrics:
             for backend in router.table.backends.values():
                 yield (backend.model, backend.target.id), backend.inflight
 
+        def up() -> Iterator[tuple[Labels, float]]:
+            for backend in router.table.ready:
+                yield (backend.model, backend.target.id), backend.health.serving
+
+        def waiting() -> Iterator[tuple[Labels, float]]:
+            for model, queue in router.queues.items():
+                yield (model,), queue.waiting
+
         self.gauge("pagefleet_gateway_processes", "Gateway processes that live.", lambda: [((), 1.0)])
         self.gauge(
             "pagefleet_route_epoch", "Version of the routes that all processes apply.", epoch, combine=min
@@ -122,6 +143,19 @@ class Metrics:
             "pagefleet_route_epoch_max", "Newest version that one of them applies.", epoch, combine=max
         )
         self.gauge("pagefleet_gateway_inflight", "Requests on a target.", inflight, ["model", "target"])
+        self.gauge(
+            "pagefleet_gateway_target_up",
+            "1: all processes send requests to this ready target; 0: one finds it failing or stuck.",
+            up,
+            ["model", "target"],
+            combine=min,
+        )
+        self.gauge(
+            "pagefleet_gateway_queue_waiting",
+            "Requests that wait for a worker with room.",
+            waiting,
+            ["model"],
+        )
 
 
 class _RouteCollector(Collector):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import msgspec
 
 from gateway.connection import Connection, UpstreamError
 from gateway.health import HealthSettings
-from gateway.routing import Backend
+from gateway.routing import NO_LIMIT, Backend
 from gateway.upstream import Upstream
 
 LATE_IN_A_ROW = 3  # answers that didn't come in time
@@ -75,7 +76,7 @@ class Prober:
             name = f"probe {backend.target.id}"
             self._tasks[backend] = asyncio.get_running_loop().create_task(self._watch(backend), name=name)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -83,8 +84,10 @@ class Prober:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, backend: Backend) -> None:
+        within = self._settings.probe_timeout
         late = 0
         while True:
+            began = time.monotonic()
             try:
                 backend.limit = self._limit(await self._ask(backend), backend)
                 late = 0
@@ -93,10 +96,11 @@ class Prober:
                 late = 0
                 backend.health.probed(identified=error.identified, up=False, why=str(error))
             except UpstreamError as error:
-                late += 1
-                if error.kind == "connect" or late >= LATE_IN_A_ROW or not backend.health.asked:
-                    identified = backend.health.identified
-                    backend.health.probed(identified=identified, up=False, why=str(error))
+                late = late + 1 if time.monotonic() - began >= within else LATE_IN_A_ROW
+                if late >= LATE_IN_A_ROW:
+                    slow = f"it did not answer {late} times within {within:g} s each"
+                    why = slow if error.kind == "timeout" else str(error)
+                    backend.health.probed(identified=backend.health.identified, up=False, why=why)
             backend.queue.place()
             await asyncio.sleep(self._settings.probe_interval * random.uniform(0.9, 1.1))
 
@@ -149,7 +153,7 @@ class Prober:
         """Requests of this gateway on the target: what the worker computes at a time, and some that are ready
         when one ends. With others beside it, its share, or what they leave."""
         if report.max_num_seqs is None:
-            return backend.limit
+            return NO_LIMIT
         most = max(1, report.max_num_seqs)
         capacity = most + max(1, most // 8)
         if self._gateways == 1:

@@ -1,8 +1,9 @@
 """Bytes in, bytes out: one request to a worker and its answer back.
 
-A request is repeated only while no worker can have begun on it: the connection was refused or found dead, or
-the worker said that it drains. After the first byte of an answer nothing is repeated. A client that leaves
-cancels the exchange at any point, which closes the worker's connection.
+A request is repeated while no worker can have begun on it: the connection was refused or found dead, or the
+worker refused it. It is repeated once, on another worker, when its own was lost before the first byte of the
+answer: once, as a request that fells workers must not fell all of them. After that byte nothing is repeated.
+A client that leaves cancels the exchange at any point, which closes the worker's connection.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from contracts.errors import ApiError
-from contracts.headers import DRAINING, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
+from contracts.headers import PRIORITY, QUEUE_FULL, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
 from contracts.usage import Usage
 from gateway import errors
 from gateway.accounting import Bill, UsageCollector
@@ -26,9 +27,10 @@ from gateway.exchange import Exchange
 from gateway.identity.authenticator import Authenticator
 from gateway.identity.identity import Identity
 from gateway.identity.proxies import peer_of
-from gateway.inbound import ClientGone, Head, Inbound, parse_body, read_body, read_head
+from gateway.inbound import ClientGone, Head, Inbound, parse_body, patience, read_body, read_head
 from gateway.limits import Granted
 from gateway.metrics import Metrics
+from gateway.queue import CLASSES
 from gateway.routing import Backend, Router
 from gateway.upstream import Upstream
 
@@ -40,7 +42,8 @@ LINGER_SECONDS = 2.0
 _REQUEST_ID = REQUEST_ID.encode()
 _MODEL = SERVED_MODEL.encode()
 _TARGET = SERVED_TARGET.encode()
-_DRAINING = DRAINING.encode()
+_QUEUE_FULL = QUEUE_FULL.encode()
+_CLASS = {name: f"{PRIORITY}: {name}\r\n".encode() for name in CLASSES}
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +157,7 @@ class _Call:
         self.unserved = False  # refused with 503: nobody has worked on it
         self.bill: Bill | None = None  # when somebody wants to know what it used
         self.watch: _ClientWatch | None = None
+        self.repeated = False  # it went to a second worker though a first may have begun
 
     def own_headers(self) -> Headers:
         headers = [(_REQUEST_ID, self.head.request_id)]
@@ -201,7 +205,7 @@ class _Call:
                 self.granted = await self.proxy.admission.admit(plan, self.path, inbound.body)
                 if plan.counts_tokens:
                     self.bill = Bill()
-            await self._try_targets(inbound, who.user, loop.time() + self.proxy.settings.timeouts.total)
+            await self._try_targets(inbound, who, loop.time() + self.proxy.settings.timeouts.total)
         except asyncio.CancelledError:
             if not watch.client_left:
                 raise
@@ -212,7 +216,7 @@ class _Call:
 
     # --- attempts
 
-    async def _try_targets(self, inbound: Inbound, user: str, ends_at: float) -> None:
+    async def _try_targets(self, inbound: Inbound, who: Identity, ends_at: float) -> None:
         router = self.proxy.router
         tried: set[str] = set()
         failure: ApiError | None = None
@@ -221,29 +225,54 @@ class _Call:
             if self.bill is not None:
                 self.bill.address = ""  # whoever was tried before can't have begun
             try:
-                backend = router.claim(self.model, user, tried)
+                backend = router.claim(self.model, who.user, tried, inbound.body)
+                if backend is None:
+                    backend = await self._wait(inbound, who, tried)
             except ApiError as error:
                 raise (failure or error) from None
             self.backend = backend
             try:
-                if await self._attempt(backend, inbound, ends_at, fresh):
+                refused = await self._attempt(backend, inbound, _CLASS[who.priority], ends_at, fresh)
+                if not refused:
                     return
-                failure = errors.model_unavailable(self.model)
+                failure = self._refusal(backend, refused)
             except _StaleConnection:
                 fresh = True  # the worker had closed it; others to it are likely dead too
                 continue
             except UpstreamError as error:
                 failure = self._failure(error)
-                if not error.untouched:
+                if not error.untouched and (error.kind != "broken" or self.repeated):
                     raise failure from None
+                self.repeated = self.repeated or not error.untouched
             finally:
                 backend.release()
             tried.add(backend.target.id)
             router.refresh()  # a worker that refuses has probably been replaced just now
         raise failure or errors.model_unavailable(self.model)
 
-    async def _attempt(self, backend: Backend, inbound: Inbound, ends_at: float, fresh: bool) -> bool:
-        """False when the worker refused because it drains."""
+    async def _wait(self, inbound: Inbound, who: Identity, tried: set[str]) -> Backend:
+        """A worker, once one has room. ApiError 503 when that would take too long."""
+        began = time.perf_counter()
+        most = patience(self.exchange.scope["headers"], self.proxy.settings.timeouts.first_byte)
+        within = max(0.0, most - (began - self.began))
+        try:
+            return await self.proxy.router.wait(
+                self.model, who.user, who.priority, within, tried, inbound.body
+            )
+        finally:
+            self.waited += time.perf_counter() - began
+
+    def _refusal(self, backend: Backend, reason: bytes) -> ApiError:
+        """What a client hears if no other worker takes it."""
+        if reason != _QUEUE_FULL:
+            return errors.model_unavailable(self.model)
+        backend.refused_as_full()
+        return errors.overloaded(self.model, "full", backend.queue.backlog())
+
+    async def _attempt(
+        self, backend: Backend, inbound: Inbound, class_line: bytes, ends_at: float, fresh: bool
+    ) -> bytes:
+        """Why the worker refused, before it did anything; empty when it answered."""
         upstream, timeouts = self.proxy.upstream, self.proxy.settings.timeouts
         asked = time.perf_counter()
         connection = None if fresh else upstream.take(backend.target.address)
@@ -255,7 +284,11 @@ class _Call:
                 self.bill.address = backend.target.address
             head_within = timeouts.first_byte if inbound.streams else timeouts.total
             connection.start(
-                self._request_head(len(inbound.body)), inbound.body, timeouts, head_within, ends_at
+                self._request_head(class_line, len(inbound.body)),
+                inbound.body,
+                timeouts,
+                head_within,
+                ends_at,
             )
             try:
                 await connection.head()
@@ -264,19 +297,24 @@ class _Call:
                     raise _StaleConnection from None
                 raise
             self.waited += connection.head_at - asked
-            if connection.status == 503 and connection.refused == _DRAINING:
-                return False
+            if connection.status == 503 and connection.refused:
+                return connection.refused
+            if connection.status >= 500:
+                backend.health.failed()
+            elif not backend.health.clear:
+                backend.health.succeeded()
             if self.bill is not None:
                 self.bill.answered(connection.usage)
             await self._relay(connection)
-            return True
+            return b""
         finally:
             upstream.give_back(connection)
 
-    def _request_head(self, length: int) -> bytes:
-        return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
+    def _request_head(self, class_line: bytes, length: int) -> bytes:
+        return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
             self.path,
             self.head.forwarded,
+            class_line,
             b"" if self.bill is None else self.bill.line,
             _REQUEST_ID,
             self.head.request_id,
@@ -285,6 +323,8 @@ class _Call:
 
     def _failure(self, error: UpstreamError) -> ApiError:
         target = self.backend.target.id if self.backend is not None else ""
+        if self.backend is not None and error.kind != "timeout":  # slow isn't broken: probes tell
+            self.backend.health.failed()
         level = logging.DEBUG if error.untouched else logging.WARNING
         log.log(level, "request %s on %s: %s", self.head.request_id.decode(), target, error)
         if error.untouched:

@@ -12,7 +12,7 @@ import asyncio
 import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Literal, Protocol, TypeVar
 
 from contracts.errors import ApiError
@@ -77,60 +77,123 @@ class ServiceRate:
 class Ticket(Generic[P]):
     """One waiting request. `place`: tries to put it on a worker; ApiError when none can ever take it."""
 
-    __slots__ = ("arrived", "deadline", "future", "key", "lane", "place", "user")
+    __slots__ = ("arrived", "future", "key", "lane", "place", "user")
 
     def __init__(
-        self, place: Callable[[], P | None], user: str, lane: int, arrived: float, deadline: float
+        self, place: Callable[[], P | None], user: str, lane: int, arrived: float, key: tuple[float, int]
     ) -> None:
         self.place = place
         self.user = user
         self.lane = lane
         self.arrived = arrived
-        self.deadline = deadline
-        self.key = (0, deadline, 0)  # round, deadline, number
-        self.future: asyncio.Future[P]
+        self.key = key  # deadline, number
+        self.future: asyncio.Future[P] = asyncio.get_running_loop().create_future()
 
 
-class _Lane(Generic[P]):
-    """The waiting requests of one class, sorted, and the round that each user has reached."""
+class _Line(Generic[P]):
+    """The waiting requests of one user, the earliest deadline first, and the round of the first of them."""
 
-    def __init__(self) -> None:
+    __slots__ = ("round", "tickets")
+
+    def __init__(self, round_: int) -> None:
+        self.round = round_
         self.tickets: list[Ticket[P]] = []
-        self._round = 0
-        self._reached: dict[str, int] = {}
 
-    def next_round(self, user: str) -> int:
-        return max(self._round, self._reached.get(user, -1) + 1)
-
-    def insert(self, ticket: Ticket[P]) -> None:
-        self._reached[ticket.user] = ticket.key[0]
-        bisect.insort(self.tickets, ticket, key=_key)
+    @property
+    def key(self) -> tuple[int, float, int]:
+        return (self.round, *self.tickets[0].key)
 
     def index(self, ticket: Ticket[P]) -> int:
         """Where it is, or would be."""
-        return bisect.bisect_left(self.tickets, ticket.key, key=_key)
+        return bisect.bisect_left(self.tickets, ticket.key, key=_ticket_key)
 
-    def remove(self, ticket: Ticket[P]) -> bool:
-        """Whether it was there."""
-        index = self.index(ticket)
-        if index == len(self.tickets) or self.tickets[index] is not ticket:
+
+class _Lane(Generic[P]):
+    """The waiting requests of one class: a line for each user, in the order in which they are served next."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.lines: list[_Line[P]] = []
+        self._of: dict[str, _Line[P]] = {}
+        self._round = 0
+        self._reached: dict[str, int] = {}  # rounds in which users without a line were served last
+
+    def insert(self, ticket: Ticket[P]) -> None:
+        line = self._of.get(ticket.user)
+        if line is None:
+            line = self._of[ticket.user] = _Line(self._next_round(ticket.user))
+        else:
+            self._take_out(line)
+        line.tickets.insert(line.index(ticket), ticket)
+        bisect.insort(self.lines, line, key=_line_key)
+        self.waiting += 1
+
+    def remove(self, ticket: Ticket[P], *, served: bool = False) -> bool:
+        """Whether it was there. One that was served costs its user a round."""
+        line = self._of.get(ticket.user)
+        index = line.index(ticket) if line is not None else 0
+        if line is None or index == len(line.tickets) or line.tickets[index] is not ticket:
             return False
-        del self.tickets[index]
-        if not self.tickets:
+        self._take_out(line)
+        del line.tickets[index]
+        self.waiting -= 1
+        if served:
+            self._advance(line.round)
+            self._reached[ticket.user] = line.round
+            line.round += 1
+        if line.tickets:
+            bisect.insort(self.lines, line, key=_line_key)
+        else:
+            del self._of[ticket.user]
+        if not self._of:
             self._round, self._reached = 0, {}
         return True
 
-    def served(self, ticket: Ticket[P]) -> None:
-        """Moves the round on; users who have nothing to lose by it are forgotten."""
-        if self.tickets and ticket.key[0] > self._round:
-            self._round = ticket.key[0]
-            self._reached = {user: last for user, last in self._reached.items() if last >= self._round}
+    def ahead_of(self, ticket: Ticket[P]) -> int:
+        """About how many would be served before this one: in each round one of every user."""
+        line = self._of.get(ticket.user)
+        own = line.index(ticket) if line is not None else 0
+        others = len(self._of) - (line is not None)
+        return min(self.waiting, own + (own + 1) * others)
+
+    def last(self) -> Ticket[P]:
+        """Who is served last, if nobody else comes."""
+        line = max(self.lines, key=lambda line: (line.round + len(line.tickets), line.tickets[-1].key))
+        return line.tickets[-1]
+
+    def before(self, ticket: Ticket[P], other: Ticket[P]) -> bool:
+        """Whether a newcomer would be served before one who waits."""
+        return self._place_of(ticket) < self._place_of(other)
+
+    def in_order(self) -> Iterator[Ticket[P]]:
+        """The first of every user, then the others."""
+        for line in self.lines:
+            yield line.tickets[0]
+        for line in self.lines:
+            yield from line.tickets[1:]
+
+    def _place_of(self, ticket: Ticket[P]) -> tuple[int, tuple[float, int]]:
+        line = self._of.get(ticket.user)
+        if line is None:
+            return self._next_round(ticket.user), ticket.key
+        return line.round + line.index(ticket), ticket.key
+
+    def _next_round(self, user: str) -> int:
+        return max(self._round, self._reached.get(user, -1) + 1)
+
+    def _take_out(self, line: _Line[P]) -> None:
+        del self.lines[bisect.bisect_left(self.lines, line.key, key=_line_key)]
+
+    def _advance(self, round_: int) -> None:
+        if round_ > self._round:
+            self._round = round_
+            self._reached = {user: last for user, last in self._reached.items() if last >= round_}
 
 
 class Queue(Generic[P]):
     """The queue of one model. `size`: most requests in it; `has_room`: whether any worker has a place.
 
-    `refused` counts those who got no place, by reason; `waited` is called with the seconds of each who did.
+    `waited` is called with the seconds of each who got a place, `refused` with the reason of each who didn't.
     """
 
     def __init__(
@@ -139,13 +202,14 @@ class Queue(Generic[P]):
         size: int,
         has_room: Callable[[], bool],
         waited: Callable[[float], None] = lambda seconds: None,
+        refused: Callable[[Refusal], None] = lambda reason: None,
     ) -> None:
         self.waiting = 0
-        self.refused: dict[Refusal, int] = {"full": 0, "late": 0, "shed": 0, "expired": 0}
         self._model = model
         self._size = size
         self._has_room = has_room
         self._waited = waited
+        self._refused = refused
         self._lanes: tuple[_Lane[P], ...] = tuple(_Lane() for _ in CLASSES)
         self._rate = ServiceRate()
         self._numbers = itertools.count()
@@ -157,10 +221,9 @@ class Queue(Generic[P]):
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        ticket = Ticket(place, user, CLASSES.index(priority), now, now + within)
-        ticket.future = loop.create_future()
-        self._enter(ticket, now)
-        timer = loop.call_at(ticket.deadline, self._expire, ticket)
+        ticket = Ticket(place, user, CLASSES.index(priority), now, (now + within, next(self._numbers)))
+        self._enter(ticket, now, within)
+        timer = loop.call_at(now + within, self._expire, ticket)
         try:
             placed = await ticket.future
         except asyncio.CancelledError:
@@ -192,13 +255,12 @@ class Queue(Generic[P]):
 
     # --- entering and leaving
 
-    def _enter(self, ticket: Ticket[P], now: float) -> None:
+    def _enter(self, ticket: Ticket[P], now: float, within: float) -> None:
         lane = self._lanes[ticket.lane]
-        ticket.key = (lane.next_round(ticket.user), ticket.deadline, next(self._numbers))
         gap = self._rate.gap(now) if self.waiting else None
         if gap is not None:
-            ahead = lane.index(ticket) + sum(len(other.tickets) for other in self._lanes[: ticket.lane])
-            late = (ahead + 1) * gap - (ticket.deadline - now)
+            ahead = sum(other.waiting for other in self._lanes[: ticket.lane]) + lane.ahead_of(ticket)
+            late = (ahead + 1) * gap - within
             if late > 0:
                 raise self._refusal("late", late)
         if self.waiting >= self._size:
@@ -210,16 +272,18 @@ class Queue(Generic[P]):
 
     def _make_room(self, ticket: Ticket[P]) -> None:
         """Sends away the last in order, be it this one."""
-        last = next((lane.tickets[-1] for lane in reversed(self._lanes) if lane.tickets), None)
-        if last is None or (last.lane, last.key) <= (ticket.lane, ticket.key):
+        lane = next((lane for lane in reversed(self._lanes) if lane.waiting), None)
+        last = lane.last() if lane is not None else None
+        if lane is None or last is None or last.lane < ticket.lane:
+            raise self._refusal("full", self.backlog())
+        if last.lane == ticket.lane and not lane.before(ticket, last):
             raise self._refusal("full", self.backlog())
         self._leave(last)
         if not last.future.done():
             last.future.set_exception(self._refusal("shed", self.backlog()))
 
-    def _leave(self, ticket: Ticket[P]) -> None:
-        lane = self._lanes[ticket.lane]
-        if lane.remove(ticket):
+    def _leave(self, ticket: Ticket[P], *, served: bool = False) -> None:
+        if self._lanes[ticket.lane].remove(ticket, served=served):
             self.waiting -= 1
             if not self.waiting:
                 self._rate.pause()
@@ -230,7 +294,7 @@ class Queue(Generic[P]):
             ticket.future.set_exception(self._refusal("expired", self.backlog()))
 
     def _refusal(self, reason: Refusal, seconds: float) -> ApiError:
-        self.refused[reason] += 1
+        self._refused(reason)
         return errors.overloaded(self._model, reason, seconds)
 
     # --- placing
@@ -241,7 +305,7 @@ class Queue(Generic[P]):
         if not self._has_room():
             return False
         for lane in sorted(self._lanes, key=_urgency):
-            for ticket in lane.tickets:
+            for ticket in lane.in_order():
                 if ticket.future.done():  # cancelled, and its task has not run yet
                     self._leave(ticket)
                     return True
@@ -252,17 +316,22 @@ class Queue(Generic[P]):
                     ticket.future.set_exception(error)
                     return True
                 if placed is not None:
-                    self._leave(ticket)
-                    lane.served(ticket)
+                    self._leave(ticket, served=True)
                     ticket.future.set_result(placed)
                     return True
         return False
 
 
-def _key(ticket: Ticket[P]) -> tuple[int, float, int]:
+def _ticket_key(ticket: Ticket[P]) -> tuple[float, int]:
     return ticket.key
 
 
+def _line_key(line: _Line[P]) -> tuple[int, float, int]:
+    return line.key
+
+
 def _urgency(lane: _Lane[P]) -> float:
-    head = lane.tickets[0] if lane.tickets else None
-    return head.arrived + CLASS_SECONDS * head.lane if head is not None else math.inf
+    if not lane.waiting:
+        return math.inf
+    head = lane.lines[0].tickets[0]
+    return head.arrived + CLASS_SECONDS * head.lane

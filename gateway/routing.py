@@ -28,9 +28,10 @@ from gateway import affinity
 from gateway.errors import model_starting, model_unavailable
 from gateway.fleet.state import FULL_WEIGHT, Routes, RoutesFile, Target
 from gateway.health import Health
-from gateway.queue import Priority, Queue
+from gateway.queue import Priority, Queue, Refusal
 from gateway.upstream import parse_address
 
+NO_LIMIT = sys.maxsize
 POLL_EVERY = 0.2
 STALE_AFTER = 2.0
 BALANCE = 1.25  # times the mean load that a replica may have and still keep its conversations
@@ -51,13 +52,17 @@ class Backend:
     health: Health
     queue: Queue[Backend]
     inflight: int = 0
-    limit: int = sys.maxsize
+    limit: int = NO_LIMIT
     label: bytes = field(init=False)
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.target.id.encode("latin-1", "replace")
         self.seed = affinity.seed_of(self.target.slot)
+
+    def refused_as_full(self) -> None:
+        """It has all that it can take, until it says something else."""
+        self.limit = max(1, self.inflight - 1)
 
     def release(self) -> None:
         self.inflight -= 1
@@ -125,13 +130,11 @@ class Table:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Seconds. `queue_size`: requests that may wait per model; `probed`: a target is given nothing before
-    somebody has reported on its health."""
+    """`fail_timeout` in seconds; `queue_size`: requests that may wait per model; `probed`: a target is given
+    nothing before somebody has reported on its health."""
 
     max_fails: int = 3
     fail_timeout: float = 10.0
-    probe_interval: float = 2.0
-    probe_timeout: float = 5.0
     queue_size: int = 1024
     probed: bool = False
 
@@ -156,6 +159,8 @@ class Router:
         self._turn = 0
         self._checked_at = 0.0
         self.queues: dict[str, Queue[Backend]] = {}
+        self.on_waited: Callable[[str, float], None] = lambda model, seconds: None
+        self.on_refused: Callable[[str, Refusal], None] = lambda model, reason: None
         self.table = Table(RoutesFile(), {}, self._backend)
         self.refresh()
 
@@ -246,7 +251,13 @@ class Router:
         queue = self.queues.get(model)
         if queue is None:
             worth = partial(self._worth_placing, model)
-            queue = self.queues[model] = Queue(model, self._settings.queue_size, worth)
+            queue = self.queues[model] = Queue(
+                model,
+                self._settings.queue_size,
+                worth,
+                lambda seconds: self.on_waited(model, seconds),
+                lambda reason: self.on_refused(model, reason),
+            )
         return queue
 
     def _worth_placing(self, model: str) -> bool:

@@ -4,7 +4,9 @@ What it does is said in the body's field `fake`, since headers and addresses don
 
     {"model": "m", "fake": {"do": "sse", "chunks": 60, "delay": 0.01, "die_at": 40}}
 
-`do` names one of the `_do_` methods below; `wait` seconds pass before it.
+`do` names one of the `_do_` methods below; `wait` seconds pass before it. POST /fault with such a plan as
+body makes it the plan of all requests to come, `null` ends that; with `{"health": 503}` it answers so to
+probes, with `{"silent": true}` not at all, with `{"identity": ["other", 1]}` it lies.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import socket
 import struct
 from dataclasses import dataclass, field
@@ -37,13 +40,23 @@ class Seen:
 
 @dataclass
 class FakeWorker:
-    """`requests` in order of arrival; `draining` makes every request refused."""
+    """`requests` in order of arrival; `draining` and `full` make every request refused, with one or the other
+    reason. `identity`: the slot and generation that it claims to be; `fault`: a plan for every request;
+    `health`: its status there; `silent`: it answers no probes; `capacity`: what it says to compute at a time.
+    """
 
     name: str = "w"
     requests: list[Seen] = field(default_factory=list)
     connections: set[_Client] = field(default_factory=set)
     accepted: int = 0
     draining: bool = False
+    full: bool = False
+    identity: tuple[str, int] | None = None
+    fault: dict[str, Any] | None = None
+    health: int = 200
+    silent: bool = False
+    capacity: int | None = None
+    probes: int = 0
     metrics: bytes | None = b""  # what it answers to GET /metrics; None: nothing
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     address: str = ""
@@ -65,6 +78,37 @@ class FakeWorker:
         for client in list(self.connections):
             client.transport.abort()
         await asyncio.sleep(0)
+
+    @property
+    def busy(self) -> int:
+        """Requests being answered."""
+        return sum(not seen.answered and seen.closed_at is None for seen in self.requests)
+
+    def configure(self, wanted: dict[str, Any] | None) -> None:
+        """What POST /fault says."""
+        for name in ("health", "silent", "capacity", "draining", "full"):
+            if wanted is not None and name in wanted:
+                setattr(self, name, wanted.pop(name))
+        if wanted is not None and "identity" in wanted:
+            slot, generation = wanted.pop("identity")
+            self.identity = slot, generation
+        if wanted != {}:
+            self.fault = wanted
+
+    def page(self, url: bytes) -> tuple[int, bytes] | None:
+        """Answers to what a fleet asks a worker; None: none at all."""
+        if url == b"/metrics":
+            return None if self.metrics is None else (200, self.metrics)
+        self.probes += 1
+        if self.silent:
+            return None
+        if url == b"/internal/whoami" and self.identity is not None:
+            slot, generation = self.identity
+            return 200, json.dumps({"slot": slot, "generation": generation, "model": "m", "pid": 1}).encode()
+        if url == b"/health":
+            health = {"draining": self.draining, "inflight": self.busy, "max_num_seqs": self.capacity}
+            return self.health, json.dumps(health).encode()
+        return (200, b"{}") if url == b"/ready" else (404, b"{}")
 
     def drop_idle(self) -> None:
         """Closes all connections, as a server does at the end of its keep-alive time."""
@@ -120,17 +164,23 @@ class _Client(asyncio.Protocol):
         self.body.append(data)
 
     def on_message_complete(self) -> None:
-        if self.url == b"/metrics":
-            page = self.worker.metrics
-            if page is not None:
-                self._write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
-            return
         body = b"".join(self.body)
+        if self.url == b"/fault":
+            self.worker.configure(json.loads(body))
+            self._write(JSON_HEAD + b"content-length: 2\r\n\r\n{}")
+            return
+        if self.parser.get_method() == b"GET":
+            page = self.worker.page(self.url)
+            if page is not None:
+                self._write(
+                    b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (page[0], len(page[1]), page[1])
+                )
+            return
         self.seen = Seen(self.url.decode(), self.headers, body, self.number)
         self.worker.requests.append(self.seen)
-        plan = json.loads(body).get("fake", {})
-        if self.worker.draining:
-            plan = {"do": "draining"}
+        plan = json.loads(body).get("fake", {}) if self.worker.fault is None else dict(self.worker.fault)
+        if self.worker.draining or self.worker.full:
+            plan = {"do": "refuse", "why": "draining" if self.worker.draining else "queue_full"}
         do = plan.pop("do", "json")
         if do == "json" and not plan:
             self._answer_json()
@@ -170,9 +220,10 @@ class _Client(asyncio.Protocol):
         )
         self._done()
 
-    async def _do_draining(self) -> None:
+    async def _do_refuse(self, why: str) -> None:
         self._write(
-            b"HTTP/1.1 503 Unavailable\r\nx-pagefleet-refused: draining\r\ncontent-length: 2\r\n\r\n{}"
+            b"HTTP/1.1 503 Unavailable\r\nx-pagefleet-refused: %b\r\ncontent-length: 2\r\n\r\n{}"
+            % why.encode()
         )
         self._done()
 
@@ -282,15 +333,21 @@ def ndjson_line(number: int) -> bytes:
     return b'{"token":{"id":%d,"text":"t"}}\n' % number
 
 
-async def _serve(uds: str | None, port: int) -> None:
-    worker = await FakeWorker().start(uds, port)
+async def _serve(uds: str | None, port: int, slot: str, generation: int, capacity: int | None) -> None:
+    worker = FakeWorker(slot, identity=(slot, generation), capacity=capacity)
+    await worker.start(uds, port)
     print(worker.address, flush=True)
-    await asyncio.Event().wait()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    await ended.wait()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--uds")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--slot", default="s")
+    parser.add_argument("--generation", type=int, default=1)
+    parser.add_argument("--capacity", type=int)
     arguments = parser.parse_args()
-    uvloop.run(_serve(arguments.uds, arguments.port))
+    uvloop.run(_serve(**vars(arguments)))

@@ -69,13 +69,13 @@ class Rig:
         self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1), self.app.metrics)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+        pool = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         base = f"http://127.0.0.1:{self.port}"
         try:
             # pytest's own limit doesn't stop a test in this event loop.
             async with (
                 asyncio.timeout(100),
-                httpx.AsyncClient(base_url=base, timeout=30, limits=limits, trust_env=False) as self.client,
+                httpx.AsyncClient(base_url=base, timeout=30, limits=pool, trust_env=False) as self.client,
             ):
                 yield self
         finally:
@@ -83,6 +83,12 @@ class Rig:
             await serving
             for worker in self.workers:
                 await worker.stop()
+
+    async def unprobed(self) -> None:
+        """No probes from now on; all targets count as well, also those that can't answer any."""
+        await self.app.prober.aclose()
+        for backend in self.app.router.table.backends.values():
+            backend.health.probed(identified=True, up=True)
 
     async def post(self, body: Any = None, path: str = CHAT, **options: Any) -> httpx.Response:
         body = {"model": "m"} if body is None else body

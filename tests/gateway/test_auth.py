@@ -436,7 +436,8 @@ class Split:
         return str(response.json()["served_by"])
 
     def of(self, user: str) -> str:
-        return sticky(self.rig.app.router.table.entries["m"].live, "s", "m", user).target.slot
+        live = list(self.rig.app.router.table.entries["m"].live)
+        return sticky(live, "s", "m", user)[0].target.slot
 
     async def count_for(self, counted: str, headers: dict[str, str], **body: Any) -> bool:
         return await self.worker(headers, **body) == self.of(counted)
@@ -447,7 +448,10 @@ async def split(folder: Path, **auth: Any) -> AsyncIterator[Split]:
     rig = Rig(folder, auth=auth)
     workers = [await rig.worker(name) for name in "ab"]
     rollout: dict[str, Any] = {"rollout_id": "r", "salt": "s"}
-    rig.route(*(target(worker, slot=worker.name, weight_bp=5000) for worker in workers), **rollout)
+    rig.route(
+        *(target(worker, slot=worker.name, weight_bp=5000, variant=worker.name) for worker in workers),
+        **rollout,
+    )
     async with rig.running():
         yield Split(rig)
 

@@ -35,6 +35,7 @@ async def test_only_allowed_headers_travel(tmp_path: Path) -> None:
     sent = {
         "authorization": "Bearer secret", "cookie": "a=b", "proxy-authorization": "x", "x-api-key": "k",
         "x-user-id": "anna", "x-forwarded-for": "1.2.3.4", "user-agent": "test", "te": "trailers",
+        "x-pagefleet-priority": "high",
         "connection": "keep-alive, x-hop", "x-hop": "1",
         "accept": "text/event-stream", "content-type": "application/json; charset=utf-8",
         "x-request-id": "req-1", "traceparent": "00-1-2-01", "tracestate": "a=1", "accept-encoding": "gzip",
@@ -49,6 +50,7 @@ async def test_only_allowed_headers_travel(tmp_path: Path) -> None:
             "x-request-id": "req-1",
             "traceparent": "00-1-2-01",
             "tracestate": "a=1",
+            "x-pagefleet-priority": "normal",
         }
         assert set(response.headers) == {
             "date",
@@ -229,7 +231,10 @@ async def test_users_stick_by_header_then_body_then_address(tmp_path: Path) -> N
     rig = Rig(tmp_path)
     workers = [await rig.worker(name) for name in "ab"]
     split = {"rollout_id": "r", "salt": "s"}
-    rig.route(*(target(worker, slot=worker.name, weight_bp=5000) for worker in workers), **split)
+    rig.route(
+        *(target(worker, slot=worker.name, weight_bp=5000, variant=worker.name) for worker in workers),
+        **split,
+    )
     async with rig.running():
 
         async def served_by(headers: dict[str, str], **body: Any) -> str:
