@@ -60,6 +60,11 @@ def make(store: KeyStore, user: str = "alice", **options) -> str:
 # --- with keys
 
 
+def test_a_fleet_without_a_key_is_told_how_to_make_one(tmp_path: Path, caplog) -> None:
+    with_keys(TrustedProxies(), tmp_path).close()
+    assert "pagefleet keys create" in caplog.text
+
+
 def test_a_key_is_its_user(store: KeyStore, auth: Authenticator) -> None:
     limits = KeyLimits(qps=5, tokens_per_minute=100)
     record, key = store.create("alice", models=["m"], priority="low", limits=limits)
