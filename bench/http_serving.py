@@ -149,8 +149,9 @@ def main() -> None:
         runner.run(arrivals(running["gateway"], warm))
         for rate in arguments.rates:
             for seed, way in enumerate(("worker", "gateway")):
+                # The same arrivals both ways; other tokens, or the second way would find them cached.
                 requests = workload.poisson(
-                    rate, arguments.seconds, seed=seed, vocabulary=arguments.vocabulary
+                    rate, arguments.seconds, content_seed=seed, vocabulary=arguments.vocabulary
                 )
                 row = {"rate": rate, "to": way, **runner.run(arrivals(running[way], requests))}
                 if rate in PEER:

@@ -84,11 +84,12 @@ def poisson(
     new: int = 128,
     seed: int = 0,
     vocabulary: int = VOCABULARY,
+    content_seed: int | None = None,
 ) -> list[Request]:
     """Open-loop arrivals at `rate` a second for `seconds`."""
     label = int(rate) if rate == int(rate) else rate
     shapes = splitmix64(f"poisson-shape-{label}-{seed}")
-    content = splitmix64(f"poisson-tokens-{label}-{seed}")
+    content = splitmix64(f"poisson-tokens-{label}-{seed if content_seed is None else content_seed}")
     requests: list[Request] = []
     now = 0.0
     while True:

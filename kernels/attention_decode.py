@@ -5,8 +5,9 @@
 Flash-decoding: every (sequence, KV head, split) program walks its share of the context with a running maximum
 and sum (Milakov & Gimelshein 2018, arXiv:1805.02867), all query heads of the KV head at once as the rows of
 one `tl.dot`. The splits of a sequence are joined by their log-sum-exp: by the last of them to arrive or,
-where few sequences have many splits each, by a second kernel. The number of splits is part of the grid, but
-which tokens a split owns is derived on the device from seq_lens, so one captured graph serves every length.
+where few sequences have many splits each, by a second kernel. Which tokens a split owns is derived on the
+device from seq_lens, so one captured graph serves every length: with many sequences by decode_plan.py, with
+few in the kernel itself, a number of splits that is part of the grid.
 
 With `rope`, the step's own token comes along: its query is rotated on the way in, and the split that owns its
 place writes its key and value into the cache.
@@ -29,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import pdl
 from kernels.batch import AttentionBatch
+from kernels.decode_plan import FIELDS, plan_decodes_triton
 from kernels.pdl import begin, prefetch
 
 LOG2_E = math.log2(math.e)
@@ -91,27 +93,42 @@ def _join(
 
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_kernel(
-    p_q, p_new_k, p_new_v, p_cos_sin, p_k, p_v, p_out, p_part, p_lse, p_arrived, p_block_tables, p_seq_lens,
-    scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh, stride_cs,
+    p_q, p_new_k, p_new_v, p_cos_sin, p_k, p_v, p_out, p_part, p_lse, p_arrived, p_items, p_block_tables,
+    p_seq_lens, scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh, stride_cs,
     stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, ROPE: tl.constexpr, PARTIAL: tl.constexpr, JOIN: tl.constexpr,
+    WINDOW: tl.constexpr, ROPE: tl.constexpr, PARTIAL: tl.constexpr, PLANNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     i_h = tl.program_id(0)
-    i_b = tl.program_id(1).to(tl.int64)
-    i_s = tl.program_id(2)
-    seq_len = tl.load(p_seq_lens + i_b)
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0)
-    first_block = first // BLOCK_N
-    blocks = (seq_len + BLOCK_N - 1) // BLOCK_N - first_block
-    blocks_per_split = tl.maximum((blocks + splits - 1) // splits, 1)
-    parts = (blocks + blocks_per_split - 1) // blocks_per_split
-    lo = (first_block + i_s * blocks_per_split) * BLOCK_N
-    hi = tl.minimum(lo + blocks_per_split * BLOCK_N, seq_len)
+    if PLANNED:
+        p_item = p_items + tl.program_id(1) * FIELDS
+        i_b = tl.load(p_item).to(tl.int64)
+        parts = tl.load(p_item + 1)
+        i_first = tl.load(p_item + 2).to(tl.int64)
+        i_part = i_first + tl.load(p_item + 3)
+        lo = tl.load(p_item + 4)
+        hi = tl.load(p_item + 5)
+        seq_len = tl.load(p_item + 6)
+        if WINDOW > 0:
+            first = tl.maximum(seq_len - WINDOW, 0)
+    else:
+        i_b = tl.program_id(1).to(tl.int64)
+        i_first = i_b * splits
+        i_part = i_first + tl.program_id(2)
+        parts = splits
+        seq_len = tl.load(p_seq_lens + i_b)
+        if WINDOW > 0:
+            first = tl.maximum(seq_len - WINDOW, 0)
+        first_block = first // BLOCK_N
+        blocks = (seq_len + BLOCK_N - 1) // BLOCK_N - first_block
+        blocks_per_split = tl.maximum((blocks + splits - 1) // splits, 1)
+        lo = (first_block + tl.program_id(2) * blocks_per_split) * BLOCK_N
+        hi = tl.minimum(lo + blocks_per_split * BLOCK_N, seq_len)
+    if PLANNED and i_b < 0:
+        return
     p_table = p_block_tables + i_b * stride_table
     p_k_head = p_k + i_h.to(tl.int64) * stride_h
     p_v_head = p_v + i_h.to(tl.int64) * stride_h
@@ -122,8 +139,6 @@ def _decode_kernel(
                 p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p, HEAD_DIM, PAGE_SIZE, BLOCK_N
             )
         gdc_wait()
-    if JOIN and (i_s > 0) & (lo >= hi):
-        return
 
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
@@ -192,23 +207,24 @@ def _decode_kernel(
     b_out = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
     p_o = p_out + i_b * stride_ot + (i_h * GROUP + o_m)[:, None] * stride_oh + o_d[None, :]
     if PARTIAL:
-        heads = tl.num_programs(0) * GROUP  # parts lie in memory by sequence, split and head
-        i_part = i_b * splits * heads + i_h * GROUP
-        p_part += i_part * HEAD_DIM
-        p_lse += i_part
+        heads = tl.num_programs(0) * GROUP  # parts lie in memory one after another, their heads inside
+        p_part += i_h * GROUP * HEAD_DIM
+        p_lse += i_h * GROUP
         b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), float("-inf"))
-        if JOIN and parts <= 1:
+        if PLANNED and parts <= 1:
             tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
         else:
             if lo < hi:
-                p_x = p_part + i_s * heads * HEAD_DIM + o_m[:, None] * HEAD_DIM + o_d[None, :]
+                p_x = p_part + i_part * heads * HEAD_DIM + o_m[:, None] * HEAD_DIM + o_d[None, :]
                 tl.store(p_x, b_out, mask=m_md)
-            tl.store(p_lse + i_s * heads + o_m, b_lse, mask=m_m)
-            if JOIN:
+            tl.store(p_lse + i_part * heads + o_m, b_lse, mask=m_m)
+            if PLANNED:
                 tl.debug_barrier()  # all of the part is stored before this program counts as arrived
                 p_count = p_arrived + i_b * tl.num_programs(0) + i_h
                 if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == parts - 1:
                     tl.store(p_count, 0)
+                    p_part += i_first * heads * HEAD_DIM
+                    p_lse += i_first * heads
                     b_out = _join(p_part, p_lse, parts, heads, o_m, o_d, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
                     tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
     else:
@@ -284,6 +300,20 @@ def num_splits(num_seqs: int, num_kv_heads: int, context: int, block_n: int, mul
     return max(1, min(spare, MAX_SPLITS, context // block_n))
 
 
+def _slots(num_kv_heads: int, device: torch.device) -> int:
+    return max(1, PROGRAMS_PER_SM * _multiprocessors(device) // num_kv_heads)
+
+
+def _plan(batch: AttentionBatch, slots: int, block_n: int, sliding_window: int) -> Tensor:
+    """decode_plan's items for the batch's decodes, made for the first layer that asks."""
+    key = ("decode", slots, block_n, sliding_window)
+    items: Tensor | None = batch.plans.get(key)
+    if items is None:
+        lengths = batch.seq_lens[: batch.num_decodes]
+        items = batch.plans[key] = plan_decodes_triton(lengths, slots, block_n, sliding_window)
+    return items
+
+
 def decode_attention_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -295,6 +325,7 @@ def decode_attention_triton(
     rope: Rope | None = None,
     *,
     splits: int | None = None,
+    slots: int | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Attention of the batch's first num_decodes rows: q [T, Hq, D] -> the same rows of out [T, Hq, D].
@@ -309,7 +340,8 @@ def decode_attention_triton(
         out: contiguous.
         rope: q isn't rotated yet, and the rows' keys and values [T, Hkv, D], last dimension contiguous,
             aren't in the cache yet.
-        splits: programs a context; default: from the batch's shape and the device.
+        splits: programs a context, where there are few; default: from the batch's shape and the device.
+        slots: programs of a KV head that the device runs at a time, where there are many contexts.
         tile: how a program walks it; default: by type and head size.
     """
     num_seqs, device = batch.num_decodes, q.device
@@ -319,26 +351,33 @@ def decode_attention_triton(
     if tile is None:
         tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 2, 128)
     block_n, block_d = tile.block_n, triton.next_power_of_2(dim)
-    context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
-    if splits is None:
-        splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(device))
     few = num_seqs < FEW_SEQS
+    items = parts = lse = out
+    count = num_seqs
+    if few:
+        context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
+        if splits is None:
+            splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(device))
+        count, grid = num_seqs * splits, (kv_heads, num_seqs, splits)
+    else:
+        splits = 1
+        items = _plan(batch, slots or _slots(kv_heads, device), block_n, sliding_window)
+        count, grid = len(items), (kv_heads, len(items), 1)
+    if splits > 1 or not few:
+        parts = torch.empty((count, q_heads, dim), dtype=torch.float32, device=device)
+        lse = torch.empty((count, q_heads), dtype=torch.float32, device=device)
     # Programs that start while others still hold some multiprocessors spread unevenly. That costs more than
     # an early start gains, unless there are few.
     early = pdl.launch(device) if few else {"PDL": False}
-    parts = lse = out
-    if splits > 1:
-        parts = torch.empty((num_seqs, splits, q_heads, dim), dtype=torch.float32, device=device)
-        lse = torch.empty((num_seqs, splits, q_heads), dtype=torch.float32, device=device)
     new_k, new_v, cos_sin = rope or (q, q, q[0])
-    _decode_kernel[(kv_heads, num_seqs, splits)](
+    _decode_kernel[grid](
         q, new_k, new_v, cos_sin, k_cache, v_cache, out, parts, lse,
-        _arrivals(device, triton.next_power_of_2(num_seqs * kv_heads)), batch.block_tables, batch.seq_lens,
-        scale * LOG2_E,
+        _arrivals(device, triton.next_power_of_2(num_seqs * kv_heads)), items, batch.block_tables,
+        batch.seq_lens, scale * LOG2_E,
         *q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], cos_sin.stride(0),
         *k_cache.stride()[:3], *out.stride()[:2], batch.block_tables.stride(0), splits,
         GROUP=q_heads // kv_heads, HEAD_DIM=dim, HALF=cos_sin.shape[1] // 2, PAGE_SIZE=page_size,
-        WINDOW=sliding_window, ROPE=rope is not None, PARTIAL=splits > 1, JOIN=splits > 1 and not few,
+        WINDOW=sliding_window, ROPE=rope is not None, PARTIAL=splits > 1 or not few, PLANNED=not few,
         PRECISION="ieee" if exact else "tf32", BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
         BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **early,

@@ -28,11 +28,13 @@ def _rms_norm_kernel(
     p_weight,
     p_out,
     stride_x,
+    stride_part,
     stride_residual,
     stride_out,
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -41,7 +43,10 @@ def _rms_norm_kernel(
     m_h = o_h < HIDDEN
     b_w = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
     begin(PDL)
-    b_x = tl.load(p_x + i_t * stride_x + o_h, mask=m_h, other=0.0).to(tl.float32)
+    p_x += i_t * stride_x + o_h
+    b_x = tl.load(p_x, mask=m_h, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        b_x += tl.load(p_x + i * stride_part, mask=m_h, other=0.0).to(tl.float32)
     if ADD:
         p_r = p_residual + i_t * stride_residual + o_h
         b_sum = (b_x + tl.load(p_r, mask=m_h, other=0.0).to(tl.float32)).to(p_residual.dtype.element_ty)
@@ -53,23 +58,27 @@ def _rms_norm_kernel(
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    tokens, hidden = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    parts = x.unsqueeze(0) if x.dim() == 2 else x
+    count, tokens, hidden = parts.shape
+    parts = parts if parts.stride(2) == 1 else parts.contiguous()
+    dtype = x.dtype if residual is None else residual.dtype
+    out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
     if tokens == 0:
         return out
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
-        x,
+        parts,
         residual,
         weight,
         out,
-        x.stride(0),
+        parts.stride(1),
+        parts.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
         eps,
         HIDDEN=hidden,
         BLOCK=block,
+        PARTS=count,
         ADD=residual is not None,
         num_warps=min(max(block // 512, 1), 16),
         **pdl.launch(x.device),
@@ -113,10 +122,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual += x in place, then its normalised rows: (normed [T, H], residual [T, H])."""
+    """residual += x in place, then its normalised rows: (normed [T, H], residual [T, H]).
+
+    x is [T, H], or [S, T, H]: S parts of it, which are added up before anything is rounded.
+    """
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps)
-    residual.add_(x)
+    residual.add_(x if x.dim() == 2 else x.sum(0))
     return _rms_norm_cpu(residual, weight, eps), residual
 
 
@@ -129,5 +141,5 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` term by term; residual is updated in place."""
-    residual.copy_(residual.float() + x.float())
+    residual.copy_(residual.float() + (x.float() if x.dim() == 2 else x.float().sum(0)))
     return rms_norm_reference(residual, weight, eps), residual

@@ -8,7 +8,8 @@ import torch
 from kernels.attention import paged_attention, paged_attention_reference, rope_and_attention
 from kernels.attention_decode import decode_attention_triton
 from kernels.copy_pages import copy_pages, copy_pages_reference
-from kernels.linear import linear, linear_reference
+from kernels.gemm_skinny import Norm
+from kernels.linear import linear, linear_add_norm, linear_reference, linear_swiglu
 from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from kernels.rope_cache import rope_and_cache, rope_and_cache_reference
 from kernels.swiglu import swiglu, swiglu_reference
@@ -152,7 +153,9 @@ def test_number_of_splits_does_not_matter(sequences: int, splits: int) -> None:
     case = case_of("qwen2-7b", [3000, 3, 64, 0] * (sequences // 4), [1] * sequences, torch.bfloat16)
     out = torch.full_like(case.q, float("nan"))
     for _ in range(2):  # the second time with the counters as the first left them
-        decode_attention_triton(case.q, case.k_cache, case.v_cache, case.batch, 0.1, 0, out, splits=splits)
+        decode_attention_triton(
+            case.q, case.k_cache, case.v_cache, case.batch, 0.1, 0, out, splits=splits, slots=2 * splits
+        )
         assert_close(out, paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, 0.1))
 
 
@@ -233,6 +236,26 @@ def test_linear(rows: int, columns: int, inner: int, with_bias: bool, dtype: tor
     weight = torch.randn(columns, inner, device=DEVICE).to(dtype)
     bias = torch.randn(columns, device=DEVICE).to(dtype) if with_bias else None
     assert_close(linear(x, weight, bias), linear_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 65, 96, 128, 256, 300])
+def test_products_with_the_norm_behind_them(rows: int, dtype: torch.dtype) -> None:
+    """An MLP as the layers call it: with the norm in the product, behind it, and behind its parts."""
+    hidden, inner = 1024, 4096
+    x, residual = (torch.randn(rows, hidden, device=DEVICE).to(dtype) for _ in range(2))
+    gate_up = (torch.randn(2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    down = (torch.randn(hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
+    norm = Norm(torch.randn(hidden, device=DEVICE).to(dtype), EPS)
+    activated = swiglu_reference(linear_reference(x.double(), gate_up.double())).to(dtype)
+    got = linear_swiglu(x, gate_up)
+    assert_close(got, activated)
+    expected = (residual.double() + linear_reference(got.double(), down.double())).to(dtype)
+    normed = linear_add_norm(got, down, None, residual, norm)
+    assert_close(residual, expected)
+    assert (normed is None) == (rows == 1)
+    if normed is not None:
+        assert_close(normed, rms_norm_reference(residual, norm.weight, EPS))
 
 
 @every_dtype

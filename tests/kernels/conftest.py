@@ -23,6 +23,7 @@ MODULES = (
     "attention_dense",
     "attention_prefill",
     "copy_pages",
+    "decode_plan",
     "gemm_skinny",
     "norm",
     "prepare",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -151,10 +151,40 @@ def test_number_of_splits_does_not_matter(
     expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, SCALE, window)
     for _ in range(2):  # the second time with the counters as the first left them
         out = torch.full_like(case.q, float("nan"))
-        interpreted.attention_decode.decode_attention_triton(
-            case.q, case.k_cache, case.v_cache, case.batch, SCALE, window, out, splits=splits
-        )
+        inputs = (case.q, case.k_cache, case.v_cache, case.batch, SCALE, window, out)
+        interpreted.attention_decode.decode_attention_triton(*inputs, splits=splits, slots=2 * splits)
         assert_close(out, expected)
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=40),
+    slots=st.integers(1, 200),
+    window=st.sampled_from([0, 1, 100, 700]),
+)
+def test_a_plan_covers_every_context_once_in_parts_of_a_fair_share(
+    interpreted: SimpleNamespace, lengths: list[int], slots: int, window: int
+) -> None:
+    block = 64
+    plan = interpreted.decode_plan.plan_decodes_triton(
+        torch.tensor(lengths, dtype=torch.int32), slots, block, window
+    ).tolist()
+    items = [item for item in plan if item[0] >= 0]
+    assert all(item[0] < 0 for item in plan[len(items) :])
+    firsts = [max(n - window, 0) // block * block if window else 0 for n in lengths]
+    total = sum(-(-n // block) - first // block for n, first in zip(lengths, firsts))
+    share = max(1, -(-total // (2 * slots if len(lengths) > slots else slots)))
+    sizes = [-(-(item[5] - item[4]) // block) for item in items]
+    assert max(sizes) <= share + share // 4
+    lasts = [size for item, size in zip(items, sizes) if item[3] == item[1] - 1]
+    assert sizes == [share] * (len(items) - len(lengths)) + sorted(lasts, reverse=True)
+    places = [item[2] + item[3] for item in items]
+    assert sorted(places) == list(range(len(items)))  # every part has a place of its own
+    for i, length in enumerate(lengths):
+        own = sorted((item for item in items if item[0] == i), key=lambda item: item[3])
+        assert [item[3] for item in own] == list(range(len(own)))
+        assert all((item[1], item[6]) == (len(own), length) for item in own)
+        assert [firsts[i], *(item[5] for item in own)] == [*(item[4] for item in own), length]
 
 
 def test_splits_fill_the_device_once() -> None:

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gemm_skinny import Tile, best_tile
-from kernels.linear import linear_add, linear_reference, normed_linear, normed_linear_swiglu
+from kernels.gemm_skinny import Norm, Tile, best_tile
+from kernels.linear import (
+    linear_add,
+    linear_add_norm,
+    linear_reference,
+    linear_swiglu,
+    normed_linear,
+    normed_linear_swiglu,
+)
 from kernels.norm import rms_norm_reference
 from kernels.swiglu import swiglu_reference
 
@@ -71,10 +78,15 @@ def test_on_a_cpu_the_products_are_torch_s() -> None:
     scale = torch.rand(24)
     assert best_tile(x, weight) is None
     normed = rms_norm_reference(x, scale, 1e-5)
-    assert_close(normed_linear(x, scale, 1e-5, weight, bias), linear_reference(normed, weight, bias))
+    norm = Norm(scale, 1e-5)
+    assert_close(normed_linear(x, norm, weight, bias), linear_reference(normed, weight, bias))
     expected = swiglu_reference(linear_reference(normed, weight))
-    assert_close(normed_linear_swiglu(x, scale, 1e-5, weight), expected)
+    assert_close(normed_linear_swiglu(x, norm, weight), expected)
+    assert_close(linear_swiglu(normed, weight), expected)
     residual = torch.randn(3, 40)
     expected = residual + linear_reference(x, weight, bias)
+    expected_twice = expected + linear_reference(x, weight, bias)
     assert linear_add(x, weight, bias, residual) is residual
     assert_close(residual, expected)
+    assert linear_add_norm(x, weight, bias, residual, Norm(torch.rand(40), 1e-5)) is None
+    assert_close(residual, expected_twice)

@@ -69,3 +69,15 @@ def test_triton_takes_no_rows(interpreted: SimpleNamespace) -> None:
 def test_residual_that_cannot_be_updated_in_place_is_refused(interpreted: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="in place"):
         interpreted.norm.add_rms_norm_triton(torch.ones(4, 8), torch.ones(8, 4).t(), torch.ones(8), EPS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "triton"])
+def test_parts_are_added_before_they_are_rounded(interpreted: SimpleNamespace, device: str) -> None:
+    torch.manual_seed(2)
+    parts, residual, weight = torch.randn(3, 5, 80), torch.randn(5, 80).half(), torch.randn(80).half()
+    expected = add_rms_norm_reference(parts, residual.clone(), weight, EPS)
+    add = add_rms_norm if device == "cpu" else interpreted.norm.add_rms_norm_triton
+    normed, updated = add(parts, residual, weight, EPS)
+    assert normed.dtype == torch.float16
+    assert_close(normed, expected[0])
+    assert_close(updated, expected[1])

@@ -83,7 +83,7 @@ class Engine:
         )
         on_progress(Progress("warm_up", 0, 1))
         dry_run(model, kv_cache, [(1, 1), (2, 1), (1, min(32, config.max_model_len))])
-        runner.capture(lambda done, total: on_progress(Progress("graphs", done, total)))
+        runner.warm_up(lambda done, total: on_progress(Progress("graphs", done, total)))
         info = EngineInfo(
             max_model_len=budget.max_model_len,
             page_size=config.page_size,

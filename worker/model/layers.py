@@ -15,7 +15,15 @@ from torch.nn.functional import embedding
 
 from kernels.attention import rope_and_attention
 from kernels.batch import AttentionBatch
-from kernels.linear import Weight, linear, linear_add, normed_linear, normed_linear_swiglu
+from kernels.gemm_skinny import Norm
+from kernels.linear import (
+    Weight,
+    linear,
+    linear_add_norm,
+    linear_swiglu,
+    normed_linear,
+    normed_linear_swiglu,
+)
 from kernels.norm import rms_norm
 from kernels.packed_matrix import PackedMatrix, pack
 from worker.model.config import ModelConfig
@@ -47,12 +55,12 @@ class Attention:
     """Grouped-query attention with rotary positions over the paged KV cache, of the normalised residual
     stream [T, hidden] and added to it."""
 
-    __slots__ = ("eps", "head_dim", "norm", "output", "qkv", "scale", "sizes", "window")
+    __slots__ = ("head_dim", "norm", "output", "qkv", "scale", "sizes", "window")
 
     def __init__(
         self, parameters: Parameters, config: ModelConfig, num_heads: int, num_kv_heads: int
     ) -> None:
-        self.norm, self.eps = _parameter(parameters, "input_norm.weight"), config.rms_norm_eps
+        self.norm = Norm(_parameter(parameters, "input_norm.weight"), config.rms_norm_eps)
         self.qkv = Linear(parameters, "qkv")
         self.output = Linear(parameters, "output")
         self.head_dim = config.head_dim
@@ -63,34 +71,49 @@ class Attention:
     def __call__(
         self,
         residual: Tensor,
+        normed: Tensor | None,
         cos_sin: Tensor,
         batch: AttentionBatch,
         k_cache: Tensor,
         v_cache: Tensor,
+        following: Norm,
         rows: Tensor | None = None,
-    ) -> Tensor:
-        qkv = normed_linear(residual, self.norm, self.eps, self.qkv.weight, self.qkv.bias)
+    ) -> tuple[Tensor, Tensor | None]:
+        """The new residual stream, and its rows by the norm that follows, if they came on the way. `normed`:
+        those of this layer's norm, if they did."""
+        if normed is None:
+            qkv = normed_linear(residual, self.norm, self.qkv.weight, self.qkv.bias)
+        else:
+            qkv = linear(normed, self.qkv.weight, self.qkv.bias)
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.sizes, 1)
         out = rope_and_attention(q, k, v, cos_sin, batch, k_cache, v_cache, self.scale, self.window)
         if rows is not None:
             out, residual = out[rows], residual[rows]
-        return linear_add(out.flatten(1), self.output.weight, self.output.bias, residual)
+        output = self.output
+        return residual, linear_add_norm(out.flatten(1), output.weight, output.bias, residual, following)
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of the normalised residual stream x [T, hidden], added
     to it."""
 
-    __slots__ = ("down", "eps", "gate_up", "norm")
+    __slots__ = ("down", "gate_up", "norm")
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
-        self.norm, self.eps = _parameter(parameters, "mlp_norm.weight"), config.rms_norm_eps
+        self.norm = Norm(_parameter(parameters, "mlp_norm.weight"), config.rms_norm_eps)
         self.gate_up = Linear(parameters, "gate_up")
         self.down = Linear(parameters, "down")
 
-    def __call__(self, residual: Tensor) -> Tensor:
-        x = normed_linear_swiglu(residual, self.norm, self.eps, self.gate_up.weight)
-        return linear_add(x, self.down.weight, self.down.bias, residual)
+    def __call__(
+        self, residual: Tensor, normed: Tensor | None, following: Norm
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Attention`."""
+        down = self.down
+        if normed is None:
+            x = normed_linear_swiglu(residual, self.norm, self.gate_up.weight)
+        else:
+            x = linear_swiglu(normed, self.gate_up.weight)
+        return residual, linear_add_norm(x, down.weight, down.bias, residual, following)
 
 
 class CausalLM:
@@ -112,7 +135,7 @@ class CausalLM:
         named = self.named_parameters
         self._embedding = named["embedding.weight"]
         self._lm_head: Weight = named.get("lm_head.weight", self._embedding)
-        self._norm = named["final_norm.weight"]
+        self._norm = Norm(named["final_norm.weight"], config.rms_norm_eps)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._packed: list[PackedMatrix] = []
 
@@ -179,12 +202,14 @@ class CausalLM:
             [R, hidden_size] after the final norm.
         """
         residual = embedding(token_ids, self._embedding)
-        cos_sin = self.cos_sin
-        last = len(self._layers) - 1
-        for i, ((attention, mlp), (k_cache, v_cache)) in enumerate(zip(self._layers, kv_caches, strict=True)):
+        normed: Tensor | None = None
+        cos_sin, layers = self.cos_sin, self._layers
+        last = len(layers) - 1
+        for i, ((attention, mlp), (k_cache, v_cache)) in enumerate(zip(layers, kv_caches, strict=True)):
             wanted = rows if i == last else None
-            residual = mlp(attention(residual, cos_sin, batch, k_cache, v_cache, wanted))
-        return rms_norm(residual, self._norm, self.config.rms_norm_eps)
+            residual, normed = attention(residual, normed, cos_sin, batch, k_cache, v_cache, mlp.norm, wanted)
+            residual, normed = mlp(residual, normed, layers[i + 1][0].norm if i < last else self._norm)
+        return normed if normed is not None else rms_norm(residual, *self._norm)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, hidden_size] → [R, vocab_size], in `out` if given."""

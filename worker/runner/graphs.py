@@ -22,7 +22,7 @@ from worker.runner.kv_cache import KvCache
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes worth a graph: close together where a row more costs most, at small batches."""
-    sizes = {1, 2, 4, *range(8, max_num_seqs, 8 if max_num_seqs <= 256 else 16), max_num_seqs}
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, max_num_seqs, 64), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 

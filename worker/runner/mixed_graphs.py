@@ -21,13 +21,14 @@ from worker.runner.batch import BatchState, HostStep
 from worker.runner.kv_cache import KvCache
 
 PROMPTS = 8  # places for sequences with more than one token
-LARGEST = 1024  # tokens; beyond, the device works longer than the host takes to launch
+LARGEST = 1280  # tokens; beyond, the device works longer than the host takes to launch
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
     """Numbers of tokens worth a graph."""
     largest = min(LARGEST, max_num_batched_tokens)
-    return sorted({*(s for s in (16, 32, *range(64, largest, 64)) if s < largest), largest})
+    sizes = (16, 32, *range(64, 1024, 64), *range(1024, largest, 128))
+    return sorted({*(size for size in sizes if size < largest), largest})
 
 
 Array = TypeVar("Array", Tensor, np.ndarray)

@@ -128,6 +128,15 @@ class Sampler:
         self._output_counts: Tensor | None = None  # [max_num_seqs, vocab] int32, made when first needed
         self._prompt_seen: Tensor | None = None  # [max_num_seqs, vocab] bool
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what nearly every request needs: the first one would wait seconds for it."""
+        if self.device.type == "cuda":
+            logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self.device)
+            params = torch.tensor([[0.7, 0.9, 0.0, 40.0]], device=self.device)
+            draws = torch.zeros(1, dtype=torch.float64, device=self.device)
+            sample_triton(logits, self._vocab_limit)
+            sample_triton(logits, self._vocab_limit, params, draws)
+
     def begin(self, requests: list[Request]) -> None:
         """These requests just got their rows: count the tokens they bring."""
         for request in requests:

@@ -60,8 +60,9 @@ class Runner:
             self._graphs = DecodeGraphs(model, self._state, kv_cache, graph_sizes(max_num_seqs))
             self._mixed = MixedGraphs(model, self._state, kv_cache, sizes, max_num_seqs)
 
-    def capture(self, on_progress: Callable[[int, int], None]) -> None:
-        """Capture CUDA graphs, where they are used."""
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
+        """Compile the sampler's kernels, and capture CUDA graphs, where they are used."""
+        self._sampler.warm_up(next(self.model.parameters()).dtype)
         if self._graphs is None or self._mixed is None:
             return
         total = len(self._graphs.sizes) + len(self._mixed.sizes)
