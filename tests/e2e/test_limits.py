@@ -1,0 +1,107 @@
+"""Limits as an operator and the users of an SDK meet them: `pagefleet up`, keys, `pagefleet limits`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.test_keys import Fleet
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    limits = {"default": {"qps": 1000, "burst": 1000, "tokens_per_minute": 600}}
+    running = Fleet(tmp_path_factory.mktemp("limits"), limits=limits)
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    running.process.communicate(timeout=100)
+
+
+def test_a_keys_limit_is_a_rate_limit_error(fleet: Fleet) -> None:
+    key = fleet.key("--qps", "0.01", "--burst", "2")
+    for _ in range(2):
+        fleet.ask(key)
+    with pytest.raises(openai.RateLimitError) as caught:
+        fleet.ask(key)
+    assert caught.value.code == "rate_limit_exceeded"
+    assert "the key's limit of 0.01 requests a second (burst 2)" in str(caught.value)
+    assert 90 <= int(caught.value.response.headers["retry-after"]) <= 100
+    fleet.ask(fleet.key())  # another key of the same user
+
+
+def test_the_sdk_waits_as_long_as_it_is_told(fleet: Fleet) -> None:
+    key = fleet.key("--qps", "2", "--burst", "1")
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key=key, max_retries=5, timeout=100) as client:
+        for _ in range(3):
+            client.completions.create(model="tiny", prompt="hi", max_tokens=1)
+
+
+def test_tokens_of_a_stream_that_its_client_left_are_what_was_generated(fleet: Fleet) -> None:
+    user = f"carol{time.time_ns()}"
+    created = fleet.run("keys", "create", "--user", user)
+    headers = {"authorization": f"Bearer {created.stdout.strip()}"}
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+    with httpx.Client(base_url=fleet.url, headers=headers, timeout=100) as client:
+
+        def remaining() -> int:
+            # Its own reservation of a prompt and one token, which is less than ten.
+            answer = client.post("/v1/completions", json={**body, "max_tokens": 1})
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        before = remaining()
+        generated = _generated(client)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            reserved = int(stream.headers["x-ratelimit-remaining-tokens"])
+            next(stream.iter_lines())
+        assert before - reserved >= 190
+        deadline = time.monotonic() + 30
+        while (left := remaining()) <= reserved + 10:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # Ten come back each second; the questions themselves cost a few.
+        used = _generated(client) - generated
+        assert used < 200
+        assert left >= before - used - 60
+
+
+def _generated(client: httpx.Client) -> int:
+    page = client.get("/metrics/workers").text
+    return int(float(re.findall(r"^pagefleet_generation_tokens_total\{.*\} (\S+)$", page, re.MULTILINE)[0]))
+
+
+def test_limits_are_set_while_the_fleet_runs(fleet: Fleet) -> None:
+    created = fleet.run("keys", "create", "--user", "dave", "--json")
+    key, key_id = json.loads(created.stdout)["key"], json.loads(created.stdout)["id"]
+    fleet.ask(key)
+    changed = fleet.run("limits", "set", "user", "dave", "--qps", "0.01", "--burst", "1")
+    assert changed.stdout.startswith("user dave: now qps 0.01, burst 1, tokens_per_minute 600 (before:")
+    time.sleep(0.5)
+    fleet.ask(key)
+    with pytest.raises(openai.RateLimitError):
+        fleet.ask(key)
+    shown = json.loads(fleet.run("limits", "get", "--json").stdout)
+    assert {"user", "default"} <= {row["kind"] for row in shown}
+    assert fleet.run("limits", "unset", "user", "dave").returncode == 0
+    assert fleet.run("limits", "set", "key", key_id, "--concurrency", "1").returncode == 0
+    time.sleep(0.5)
+    fleet.ask(key)
+    assert fleet.run("limits", "set", "model", "nick", "--qps", "1").returncode == 2  # an alias
+
+
+def test_nobodys_name_is_in_a_log_or_metric(fleet: Fleet) -> None:
+    with httpx.Client(base_url=fleet.url) as client:
+        page = client.get("/metrics").text
+    assert 'pagefleet_gateway_rate_limited_total{scope="key"}' in page
+    for text in (page, *(path.read_text() for path in Path(fleet.state).rglob("*.log"))):
+        assert "dave" not in text
+        assert "carol" not in text
