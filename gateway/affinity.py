@@ -11,7 +11,7 @@ import zlib
 
 SEARCHED = 64 * 1024  # bytes of a body in which the prompt must begin
 HASHED = 1024  # bytes before the cut that name the conversation
-_SYSTEM_LONGEST = 256 * 1024  # bytes of a system prompt behind which the first user's message is found
+_SYSTEM_LONGEST = 16 * 1024  # bytes of a system prompt behind which the first user's message is looked for
 _MASK = 2**64 - 1
 _FIELDS = (b'"messages"', b'"prompt"', b'"inputs"')
 

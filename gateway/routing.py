@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -267,35 +267,48 @@ class Router:
         return not live or any(backend.inflight < backend.limit for backend in live)
 
     def _pick(self, entry: Entry, user: str, tried: Collection[str], body: bytes) -> Backend | None:
+        usable: Sequence[Backend] = entry.live
+        if tried or not all(backend.health.clear for backend in usable):
+            usable = self._usable(entry, tried)
+            if not usable:
+                return None
+        if entry.split:
+            usable = sticky(usable, entry.routes.salt, entry.routes.model, user)
+        backend = self._replica(usable, body)
+        if backend is not None and not backend.health.clear:
+            backend.health.taken(time.monotonic())
+        return backend
+
+    def _usable(self, entry: Entry, tried: Collection[str]) -> list[Backend]:
+        """Those that may get this request. Empty while that is not known yet of any; ApiError 503 when there
+        are none."""
         now = time.monotonic()
         known = [backend for backend in entry.live if backend.target.id not in tried]
         usable = [backend for backend in known if backend.health.clear or backend.health.admits(now)]
         if not usable:  # the last ones are never ejected, except those that aren't who they should be
             usable = [backend for backend in known if backend.health.identified]
-        if not usable:
-            if any(not backend.health.asked for backend in known):
-                return None
+        if not usable and all(backend.health.asked for backend in known):
             raise self._unavailable(entry.routes.model, entry)
-        if entry.split:
-            usable = sticky(usable, entry.routes.salt, entry.routes.model, user)
+        return usable
+
+    def _replica(self, usable: Sequence[Backend], body: bytes) -> Backend | None:
+        """The one that has the conversation, if it isn't overloaded: consistent hashing with bounded loads
+        (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350). Else the least busy. None when all are full."""
+        key = affinity.conversation_key(body) if body and len(usable) > 1 else None
+        if key is not None:
+            load, weight, best, home = 1, 0, -1.0, usable[0]
+            for backend in usable:
+                load += backend.inflight
+                weight += backend.target.weight_bp
+                score = affinity.score(key, backend.seed, backend.target.weight_bp)
+                if score > best:
+                    best, home = score, backend
+            fair = BALANCE * load * home.target.weight_bp / weight
+            if home.inflight < fair and home.inflight < home.limit:
+                return home
         free = [backend for backend in usable if backend.inflight < backend.limit]
         if not free:
             return None
-        backend = free[0] if len(free) == 1 else self._replica(free, usable, body)
-        if not backend.health.clear:
-            backend.health.taken(now)
-        return backend
-
-    def _replica(self, free: list[Backend], usable: list[Backend], body: bytes) -> Backend:
-        """The one that has the conversation, if it isn't overloaded: consistent hashing with bounded loads
-        (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350). Else the least busy."""
-        key = affinity.conversation_key(body) if body else None
-        if key is not None:
-            home = max(usable, key=lambda one: affinity.score(key, one.seed, one.target.weight_bp))
-            load = sum(one.inflight for one in usable) + 1
-            mean = load * home.target.weight_bp / sum(one.target.weight_bp for one in usable)
-            if home.inflight < min(home.limit, BALANCE * mean):
-                return home
         self._turn += 1
         start = self._turn % len(free)  # else the first of equals would get every request of a quiet model
         return min(free[start:] + free[:start], key=lambda one: (one.inflight + 1) / one.target.weight_bp)
@@ -329,7 +342,7 @@ def _any_good(live: tuple[Backend, ...]) -> bool:
     return any(backend.health.identified or not backend.health.asked for backend in live)
 
 
-def sticky(live: list[Backend], salt: str, model: str, user: str) -> list[Backend]:
+def sticky(live: Sequence[Backend], salt: str, model: str, user: str) -> Sequence[Backend]:
     """The replicas that a user gets in a rollout: hash(salt, model, user) mod 10000 falls into one variant's
     share, which is the sum of its replicas' weights.
 
