@@ -268,7 +268,7 @@ class Router:
 
     def _pick(self, entry: Entry, user: str, tried: Collection[str], body: bytes) -> Backend | None:
         usable: Sequence[Backend] = entry.live
-        if tried or not all(backend.health.clear for backend in usable):
+        if tried or not usable or not all(backend.health.clear for backend in usable):
             usable = self._usable(entry, tried)
             if not usable:
                 return None
