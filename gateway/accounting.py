@@ -167,9 +167,12 @@ class UsageCollector:
                 body += piece
                 if len(body) > MAX_ANSWER:
                     raise UpstreamError("protocol", "too long an answer")
-            if connection.status == 404:
-                return [UsageReport("unknown")] * len(batch)
-            return _decoder.decode(body)
+            if connection.status == 200:
+                return _decoder.decode(body)
+            if b"usage_unknown" not in body:  # another kind of worker, which keeps no usage
+                for question in batch:
+                    question.ends_at = 0.0
+            return [UsageReport("unknown")] * len(batch)
         finally:
             self._upstream.give_back(connection)
 

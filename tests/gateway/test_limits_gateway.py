@@ -270,6 +270,23 @@ async def test_a_worker_that_cant_say_leaves_the_reservation(
         assert fleet.used() == close_to(52)
 
 
+async def test_a_worker_that_keeps_no_usage_is_asked_once(tmp_path: Path) -> None:
+    async with one_worker(tmp_path, **limited(tokens_per_minute=TOKENS)) as rig:
+        asked = 0
+        fetch = rig.app.usage._fetch
+
+        async def counting(address: str, batch: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return await fetch(address, batch)
+
+        rig.app.usage._fetch = counting  # type: ignore[method-assign]
+        body = {"model": "m", "max_tokens": 5, "stream": True, "fake": {"do": "sse"}}
+        assert (await rig.post(body)).status_code == 200
+        await until(lambda: rig.app.usage.unknown == 1)
+        assert asked == 1
+
+
 async def test_asking_doesnt_hold_up_the_client(tmp_path: Path) -> None:
     """The answer is complete before its worker is asked, and hundreds are asked about in a few questions."""
     engine = FakeEngine(lambda request: [65] * 5)
