@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import signal
 from typing import cast
@@ -19,7 +20,7 @@ from typing import cast
 import httptools
 import uvloop
 
-MODEL = "m"
+MODEL, SLOT = "m", "m-0"
 _MAX_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
 _STREAMS = re.compile(rb'"stream":\s*true')
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
@@ -81,6 +82,8 @@ class Worker:
         """What is asked with GET: probes and lists that some proxies want before they send anything."""
         if path == b"/stats":
             return self.stats()
+        if path == b"/internal/whoami":
+            return json.dumps({"slot": SLOT, "generation": 1, "model": MODEL, "pid": os.getpid()}).encode()
         return json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
 
 

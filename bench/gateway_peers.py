@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.fake_worker import MODEL
+from bench.fake_worker import MODEL, SLOT
 from bench.proxy_process import ROOT, Place, Start, Way, free_port, process, proxy
 
 PEERS = ROOT / ".venv-bench-peers"
-PACKAGES = ("litellm[proxy]==1.110.2", "vllm-router==0.1.17")
+PACKAGES = ("litellm[proxy]==1.108.0", "vllm-router==0.1.17")
 LITELLM_KEY = "sk-bench"
 NO_LIMIT = {"qps": 1_000_000, "burst": 1_000_000, "concurrency": 1_000_000}  # never reached, always counted
 _MANY = 1_000_000_000
@@ -76,7 +76,7 @@ def _fleet(place: Place, gateway: dict[str, Any], name: str) -> Path:
         })
     )  # fmt: skip
     address = "http://{}:{}".format(*place.worker)
-    target = {"slot": f"{MODEL}-0", "generation": 1, "address": address, "state": "ready"}
+    target = {"slot": SLOT, "generation": 1, "address": address, "state": "ready"}
     routes = {"model": MODEL, "epoch": 1, "targets": [target]}
     (folder / "routes.json").write_text(json.dumps({"epoch": 1, "models": {MODEL: routes}}))
     return file
@@ -151,6 +151,7 @@ def vllm_router(place: Place) -> Iterator[Way]:
         _peer("vllm-router"), "--host", "127.0.0.1", "--port", str(port),
         "--worker-urls", "http://{}:{}".format(*place.worker), "--policy", "round_robin",
         "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics),
+        "--log-level", "warning",
     ]  # fmt: skip
     with proxy(place, "vllm-router", PACKAGES[1].rpartition("=")[2], port, command) as way:
         yield way
@@ -168,7 +169,10 @@ def litellm(place: Place) -> Iterator[Way]:
         })
     )  # fmt: skip
     command = [_peer("litellm"), "--config", str(file), "--host", "127.0.0.1", "--port", str(port)]
-    options = {"env": {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}, "cwd": place.folder}
+    options = {
+        "env": {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"},
+        "cwd": place.folder,
+    }
     headers = f"authorization: Bearer {LITELLM_KEY}\r\n"
     version = PACKAGES[0].rpartition("=")[2]
     with proxy(place, "litellm", version, port, command, headers, **options) as way:

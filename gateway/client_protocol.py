@@ -32,6 +32,7 @@ LAST_LOOK_SECONDS = 0.05
 PIPELINE_LIMIT = 8
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
+_FRAMING = frozenset((b"expect", b"transfer-encoding"))
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
@@ -67,6 +68,9 @@ class ClientProtocol(asyncio.Protocol):
         self._running: Exchange | None = None  # the one that is answered
         self._latest: Exchange | None = None  # the one whose body is read
         self._queue: deque[Exchange] = deque()
+        self._task: asyncio.Task[None] | None = None  # runs the exchanges
+        self._started: asyncio.Future[None] | None = None
+        self._gone = False
         self._asked = False  # a request has begun that isn't whole yet
         self._head_open = True
         self._refused = False
@@ -92,10 +96,12 @@ class ClientProtocol(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self.resume_writing()
+        self._gone = True
         running, self._running, self._latest = self._running, None, None
         self._queue.clear()
         if running is not None:
             running.leave()
+        self._wake()
 
     def eof_received(self) -> bool:
         return False  # who sends no more reads no more either
@@ -145,11 +151,12 @@ class ClientProtocol(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self._headers.append((name, value))
-        if name == b"expect":
-            self._expects_continue = value.lower() == b"100-continue"
-        elif name == b"transfer-encoding" and value.lower() != b"chunked":
-            # The parser takes nothing else off: `gzip, chunked` would be passed on as if it were JSON.
-            self._odd_coding = True
+        if name in _FRAMING:
+            if name == b"expect":
+                self._expects_continue = value.lower() == b"100-continue"
+            elif value.lower() != b"chunked":
+                # The parser takes nothing else off: `gzip, chunked` would be passed on as if it were JSON.
+                self._odd_coding = True
 
     def on_headers_complete(self) -> None:
         if self._head_size + self._piece_size > MAX_HEAD:
@@ -216,8 +223,31 @@ class ClientProtocol(asyncio.Protocol):
 
     def _start(self, exchange: Exchange) -> None:
         self._running = exchange
-        exchange.task = self.loop.create_task(exchange.run(self._app))
-        self._server_state.tasks.add(exchange.task)
+        if self._task is None or self._task.done():
+            self._task = self.loop.create_task(self._run())
+            self._server_state.tasks.add(self._task)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    async def _run(self) -> None:
+        """All exchanges of the connection, one after the other: a task for each would cost more."""
+        assert self._task is not None
+        served: Exchange | None = None
+        try:
+            while not self._gone:
+                exchange = self._running
+                if exchange is None or exchange is served:
+                    self._started = self.loop.create_future()
+                    await self._started
+                else:
+                    served = exchange
+                    await exchange.run(self._app, self._task)
+        finally:
+            self._server_state.tasks.discard(self._task)
 
     def answered(self, exchange: Exchange) -> None:
         """The last piece of its answer was written."""
@@ -230,11 +260,6 @@ class ClientProtocol(asyncio.Protocol):
             self._start(self._queue.popleft())
         elif not self._asked:
             self._expect_within(self._keep_alive)
-
-    def ended(self, exchange: Exchange) -> None:
-        """Its task is over."""
-        if exchange.task is not None:
-            self._server_state.tasks.discard(exchange.task)
 
     def shutdown(self) -> None:
         """Called by uvicorn when the process is to end: the next answer is the connection's last and says so.

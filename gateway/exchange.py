@@ -39,7 +39,6 @@ class Wire(Protocol):
     def close(self) -> None: ...
     def body_taken(self) -> None: ...
     def answered(self, exchange: Exchange) -> None: ...
-    def ended(self, exchange: Exchange) -> None: ...
 
 
 class Exchange:
@@ -77,8 +76,9 @@ class Exchange:
         self._bodiless = False
         self._left = -1  # bytes of the answer's body that are due; negative: it has no length
 
-    async def run(self, app: App) -> None:
-        """Serves the request; never raises but CancelledError."""
+    async def run(self, app: App, task: asyncio.Task[None]) -> None:
+        """Serves the request, in `task`; never raises but CancelledError."""
+        self.task = task
         try:
             await app(self.scope, self.receive, self.send)
         except Exception:
@@ -87,7 +87,7 @@ class Exchange:
             if not self.complete and not self.disconnected:
                 self._wire.close()
             self.scope = {}  # it holds this exchange
-            self._wire.ended(self)
+            self.task = None
 
     # --- from the connection
 

@@ -124,7 +124,7 @@ def parse_body(body: bytes, scope: Scope) -> Inbound:
 
 
 def _decode(body: bytes) -> _Wanted:
-    if not body.strip():
+    if not body or body.isspace():
         raise bad_request("The request body is empty; a JSON object is needed.", code="invalid_json")
     try:
         return _decoder.decode(body)

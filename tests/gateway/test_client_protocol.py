@@ -99,9 +99,6 @@ class Wire:
     def answered(self, exchange: Exchange) -> None:
         self.answers += 1
 
-    def ended(self, exchange: Exchange) -> None:
-        pass
-
 
 def exchange(method: str = "POST", version: str = "1.1") -> tuple[Wire, Exchange]:
     wire = Wire()
@@ -147,7 +144,9 @@ async def test_a_body_of_another_length_than_its_head_says(pieces: list[bytes]) 
         for piece in pieces:
             await send(body(piece, more=piece is not pieces[-1]))
 
-    await one.run(app)
+    task = asyncio.current_task()
+    assert task is not None
+    await one.run(app, task)
     assert wire.closed
     assert not one.complete
 
