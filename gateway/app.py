@@ -26,6 +26,7 @@ from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
 from gateway.routing import Router, RouterSettings, Table
 from gateway.upstream import Upstream
+from gateway.usage.recorder import RecordSettings, open_recorder
 from gateway.worker_metrics import WorkerMetrics
 
 Handler = Callable[[Scope, Send], Awaitable[None]]
@@ -40,7 +41,7 @@ class QueueSettings(Protocol):
     def size(self) -> int: ...
 
 
-class Settings(ProxySettings, Protocol):
+class Settings(ProxySettings, RecordSettings, Protocol):
     """The part of the gateway's settings that is read here."""
 
     @property
@@ -55,9 +56,10 @@ class Gateway:
     """ASGI application.
 
     `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file;
-    `auth`: who may call, and `limits`: how much, both closed at the end; `board`, `peers`: where this process
-    shows its numbers, and where the others on the same port do. Generation and models need a key where keys
-    are needed; what probes and scrapers ask for is open to all who reach the port.
+    `auth`: who may call, and `limits`: how much, both closed at the end; `state_dir`: where usage is kept;
+    `board`, `peers`: where this process shows its numbers, and where the others on the same port do.
+    Generation and models need a key where keys are needed; what probes and scrapers ask for is open to all
+    who reach the port. `close` when its server has ended.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Gateway:
         routes_path: Path,
         auth: Authenticator,
         limits: Limits,
+        state_dir: Path,
         board: Board | None = None,
         peers: Iterable[Peer] = (),
     ) -> None:
@@ -81,8 +84,16 @@ class Gateway:
         self.metrics = Metrics(self.router, board, peers)
         self.admission = Admission(limits, self.metrics)
         self.usage = UsageCollector(self.upstream)
+        self.recorder = open_recorder(settings, state_dir, self.metrics)
         self.proxy = Proxy(
-            self.router, self.upstream, self.metrics, settings, auth, self.admission, self.usage
+            self.router,
+            self.upstream,
+            self.metrics,
+            settings,
+            auth,
+            self.admission,
+            self.usage,
+            self.recorder,
         )
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
         self._models = openai.ModelRoutes(self.router, auth)
@@ -149,17 +160,28 @@ class Gateway:
         if self._probing:
             self.prober.watch(table.ready)
 
+    def close(self) -> None:
+        """Once nothing runs any more: writes down what is left of what ran."""
+        if self.recorder is not None:
+            self.recorder.close()
+
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        poll = asyncio.create_task(self.router.poll(), name="routes")
+        tasks = [
+            asyncio.create_task(self.router.poll(), name="routes"),
+            asyncio.create_task(self._auth.run(), name="auth"),
+        ]
         self._probing = True
         self.prober.watch(self.router.table.ready)
+        if self.recorder is not None:
+            self.recorder.start()
         await self.admission.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        poll.cancel()
-        with suppress(asyncio.CancelledError):
-            await poll
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         self._probing = False
         await self.prober.aclose()
         await self.usage.aclose()

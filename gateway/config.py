@@ -33,7 +33,7 @@ from pydantic_settings import (
 from contracts.options import WorkerOptions
 from contracts.units import ByteSize, Duration
 from gateway.config_check import check_names, check_paths, check_variable, describe
-from gateway.identity.proxies import ForwardedHeader, checked_proxy
+from gateway.identity.settings import AuthSettings
 from gateway.limits.bounds import bounds_of
 from gateway.yaml_source import KeyPath, Problem, YamlSource, dotted, parse_yaml
 
@@ -57,16 +57,6 @@ def _only(allowed: object, hint: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-def _no_oidc(value: str) -> str:
-    if value == "oidc":
-        raise ValueError("'oidc' is not supported yet; use none or keys")
-    return value
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _redis_url(value: str | None) -> str | None:
@@ -132,18 +122,6 @@ class GatewayLimits(_Block):
     on_redis_error: Literal["local", "open", "closed"] = "local"
 
 
-class AuthSettings(_Block):
-    """Who may call, and whose word on a client's user and address is taken.
-
-    `trusted_proxies`: addresses, networks and ``unix:``; `forwarded_header`: the one header of theirs that
-    is read for the address.
-    """
-
-    mode: Annotated[Literal["none", "keys", "oidc"], AfterValidator(_no_oidc)] = "none"
-    trusted_proxies: tuple[Annotated[str, AfterValidator(checked_proxy)], ...] = ()
-    forwarded_header: Annotated[ForwardedHeader, BeforeValidator(_lower)] = "x-forwarded-for"
-
-
 class Timeouts(_Block):
     """In seconds. `first_byte`: until a stream begins; `idle`: between two pieces of it; `total`: for any
     answer."""
@@ -174,11 +152,25 @@ class QueueSettings(_Block):
     size: Annotated[Count, Field(ge=0, le=100_000)] = 1024
 
 
-class AuditSettings(_Block):
-    """Where requests are written down."""
+def _home_expanded(value: Path) -> Path:
+    try:
+        return value.expanduser()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"{value}: {error}") from None
 
-    file: Annotated[str | None, _only(None, "leave it null")] = None
-    prompts: Annotated[bool, _only(False, "leave it false")] = False
+
+def _absolute(value: Path) -> Path:
+    return _home_expanded(value).absolute()
+
+
+class AuditSettings(_Block):
+    """Where requests are written down, one line each; null: nowhere. Over `max_size` bytes the file is moved
+    away, and `keep` such files are kept. `prompts`: with the beginning of each body."""
+
+    file: Annotated[Path, AfterValidator(_absolute)] | None = None
+    prompts: bool = False
+    max_size: Annotated[ByteSize, Field(ge=64 * 1024)] = 64 * 1024**2
+    keep: Annotated[Count, Field(ge=1, le=1000)] = 5
 
 
 class GatewaySettings(_Block):
@@ -195,13 +187,7 @@ class GatewaySettings(_Block):
     queue: QueueSettings = QueueSettings()
     max_body: Annotated[ByteSize, Field(ge=1024)] = 64 * 1024**2
     audit: AuditSettings = AuditSettings()
-
-
-def _home_expanded(value: Path) -> Path:
-    try:
-        return value.expanduser()
-    except RuntimeError as error:  # no such user
-        raise ValueError(f"{value}: {error}") from None
+    usage: bool = True
 
 
 class SupervisorSettings(_Block):
@@ -280,12 +266,9 @@ class FleetFile(BaseSettings):
 
     def warnings(self) -> list[str]:
         """One line for each setting that is valid but has no effect, in this version or beside the others."""
-        lines = []
-        auth = self.gateway.auth
-        if auth.mode == "keys" and auth.trusted_proxies:
-            lines.append("gateway.auth.trusted_proxies has no effect with mode keys: users are those of keys")
-        elif "forwarded_header" in auth.model_fields_set and not auth.trusted_proxies:
-            lines.append("gateway.auth.forwarded_header has no effect without trusted_proxies")
+        lines = list(self.gateway.auth.without_effect())
+        if self.gateway.audit.prompts and self.gateway.audit.file is None:
+            lines.append("gateway.audit.prompts has no effect without gateway.audit.file")
         if self.gateway.limits.on_redis_error != "local" and self.gateway.redis_url is None:
             lines.append("gateway.limits.on_redis_error has no effect without gateway.redis_url")
         for entry in self.models:

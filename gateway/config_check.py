@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,9 +61,33 @@ def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 
 def check_paths(raw: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:
-    """Paths of an unvalidated fleet that lead nowhere; the others are made absolute in place."""
+    """Paths of an unvalidated fleet that lead nowhere; the models' are made absolute in place."""
+    yield from _check_audit_file(raw)
     for index, entry in _entries(raw):
         yield from _check_paths(index, entry, bases)
+
+
+def _check_audit_file(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """A place where no file can be written; a gateway that runs goes on without, so it is said here."""
+    file: Any = raw
+    for name in ("gateway", "audit", "file"):
+        file = file.get(name) if isinstance(file, dict) else None
+    if not isinstance(file, str) or not file:
+        return
+    try:
+        path = Path(file).expanduser().absolute()
+        place = next(place for place in (path, *path.parents) if place.exists())
+        if path.is_dir():
+            problem = f"{path} is a directory; name a file in it"
+        elif place != path and not place.is_dir():
+            problem = f"{place} is no directory"
+        elif not os.access(place, os.W_OK):
+            problem = f"{place} can't be written to; name another place, or change its owner"
+        else:
+            return
+    except (OSError, ValueError, RuntimeError) as error:
+        problem = str(error)
+    yield ("gateway", "audit", "file"), problem
 
 
 def _entries(raw: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:

@@ -25,6 +25,7 @@ from gateway.asgi import Headers, Message, Receive, Scope, Send
 from gateway.connection import Connection, Timeouts, UpstreamError
 from gateway.exchange import Exchange
 from gateway.identity.authenticator import Authenticator
+from gateway.identity.errors import KeysStale
 from gateway.identity.identity import Identity
 from gateway.identity.proxies import peer_of
 from gateway.inbound import ClientGone, Head, Inbound, parse_body, patience, read_body, read_head
@@ -33,9 +34,12 @@ from gateway.metrics import Metrics
 from gateway.queue import CLASSES
 from gateway.routing import Backend, Router
 from gateway.upstream import Upstream
+from gateway.usage.record import MAX_BODY, Record
+from gateway.usage.recorder import Recorder
 
 MAX_ATTEMPTS = 4
 CLIENT_LEFT = 499  # status in metrics; nobody is there to read it
+GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/generate", b"/generate_stream")
 LINGER_BYTES = 8 * 1024**2
 LINGER_SECONDS = 2.0
 
@@ -69,6 +73,7 @@ class Proxy:
         auth: Authenticator,
         admission: Admission,
         usage: UsageCollector,
+        recorder: Recorder | None,
     ) -> None:
         self.router = router
         self.upstream = upstream
@@ -76,6 +81,7 @@ class Proxy:
         self.settings = settings
         self.admission = admission
         self.usage = usage
+        self.recorder = recorder
         self._auth = auth
 
     async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +92,11 @@ class Proxy:
         body_read = False
         try:
             if not auth.needs_body_user:
-                who = auth.authenticate(scope["headers"], peer_of(scope))
+                try:
+                    who = auth.authenticate(scope["headers"], peer_of(scope))
+                except KeysStale:
+                    who = await auth.authenticate_again(scope["headers"], peer_of(scope))
+                call.who = who
             body = await read_body(receive, head, self.settings.max_body)
             body_read = True
             inbound = parse_body(body, scope)
@@ -99,7 +109,7 @@ class Proxy:
             if body_read:
                 await call.refuse(error)
             else:
-                call.status = error.status
+                call.status, call.code = error.status, error.code
                 await _refuse_unread(receive, send, error, call.own_headers())
         except asyncio.CancelledError:
             if not call.started:
@@ -142,7 +152,7 @@ class _Call:
 
     def __init__(self, proxy: Proxy, path: bytes, head: Head, exchange: Exchange, send: Send) -> None:
         self.proxy = proxy
-        self.path = path
+        self.path = self.route = path
         self.head = head
         self.exchange = exchange
         self.send = send
@@ -150,7 +160,13 @@ class _Call:
         self.started = False
         self.model = ""
         self.backend: Backend | None = None
+        self.at = time.time()
         self.began = self.ready = time.perf_counter()
+        self.first: float | None = None  # seconds until the first piece of a good answer
+        self.seconds = 0.0
+        self.code: str | None = None
+        self.who: Identity | None = None
+        self.body: bytes | None = None
         self.waited = 0.0  # seconds in which the worker had the word
         self.overhead: float | None = None
         self.granted: Granted | None = None
@@ -168,14 +184,14 @@ class _Call:
         return headers
 
     async def refuse(self, error: ApiError) -> None:
-        self.status = error.status
+        self.status, self.code = error.status, error.code
         self.unserved = error.status == 503
         await errors.send_error(self.send, error, self.own_headers())
 
     def record(self) -> None:
         target = self.backend.target.id if self.backend is not None else ""
-        seconds = time.perf_counter() - self.began
-        self.proxy.metrics.done(self.model, target, self.status, seconds, self.overhead)
+        self.seconds = time.perf_counter() - self.began
+        self.proxy.metrics.done(self.model, target, self.status, self.seconds, self.overhead)
         if self.granted is not None:
             if self.unserved:
                 self.granted.give_back()
@@ -183,15 +199,41 @@ class _Call:
                 self.granted.release()
         if self.bill is not None:
             self.proxy.usage.close(self.bill, self._account)
+        elif self.proxy.recorder is not None:
+            self.proxy.recorder.add(self._record(None))
 
     def _account(self, usage: Usage | None) -> None:
         """What was used, when it is known; without that, what was reserved stays charged."""
         if self.granted is not None and usage is not None:
             self.granted.settle(usage.total_tokens)
+        if self.proxy.recorder is not None:
+            self.proxy.recorder.add(self._record(usage))
+
+    def _record(self, usage: Usage | None) -> Record:
+        who, backend = self.who, self.backend
+        return Record(
+            self.at,
+            self.seconds,
+            self.first,
+            self.head.request_id,
+            self.route,
+            self.status,
+            self.code,
+            None if who is None else who.user,
+            None if who is None else who.key_id,
+            self.model,
+            "" if backend is None else backend.target.id,
+            usage,
+            self.body,
+        )
 
     async def run(self, inbound: Inbound, who: Identity) -> None:
         """Serves the request, and cancels itself when the client leaves, whatever it waits for then."""
         self.ready = time.perf_counter()
+        self.who = who
+        recorder = self.proxy.recorder
+        if recorder is not None and recorder.with_bodies:
+            self.body = inbound.body[:MAX_BODY]
         model = self.proxy.router.resolve(inbound.model)
         who.require(inbound.model, model)
         self.model = model
@@ -203,8 +245,8 @@ class _Call:
             plan = self.proxy.admission.plan(who, model)
             if plan.charges:
                 self.granted = await self.proxy.admission.admit(plan, self.path, inbound.body)
-                if plan.counts_tokens:
-                    self.bill = Bill()
+            if plan.counts_tokens or (recorder is not None and self.route in GENERATING):
+                self.bill = Bill()
             await self._try_targets(inbound, who, loop.time() + self.proxy.settings.timeouts.total)
         except asyncio.CancelledError:
             if not watch.client_left:
@@ -356,6 +398,8 @@ class _Call:
         try:
             while True:
                 piece = await connection.read()
+                if self.first is None and self.status == 200:
+                    self.first = time.perf_counter() - self.began
                 last = connection.complete and not connection.pending
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
@@ -373,7 +417,7 @@ class _Call:
 
     async def _end_broken(self, stream: errors.StreamFormat | None, error: ApiError) -> None:
         """A stream ends with an error; any other answer stays short, and the server closes the connection."""
-        self.status = error.status
+        self.status, self.code = error.status, error.code
         if stream is not None:
             event = errors.error_event(error, stream, self.exchange.tail)
             await self.send({"type": "http.response.body", "body": event, "more_body": False})

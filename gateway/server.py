@@ -170,7 +170,7 @@ def serve(
 ) -> None:
     """Serves until SIGTERM, SIGINT or the end of `parent_pid`, then finishes what is in flight.
 
-    `state_dir` holds the keys, and limits that were set while running; `slot`: which of a fleet's gateway
+    `state_dir` holds keys, usage, and limits that were set while running; `slot`: which of a fleet's gateway
     processes this is, None: one by itself. StoreUnusable when keys are needed and can't be read.
     """
     settings = fleet.gateway
@@ -184,9 +184,12 @@ def serve(
         peers = [Peer(state.board(other)) for other in gateway_slots(settings.processes) if other != slot]
     models = {entry.name: entry.aliases for entry in fleet.models}
     limits = open_limits(settings, {entry.name: entry.limits for entry in fleet.models}, state_dir)
-    app = Gateway(settings, models, routes_path, auth, limits, board, peers)
+    app = Gateway(settings, models, routes_path, auth, limits, state_dir, board, peers)
     config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
     server = GatewayServer(config, app.metrics, parent_pid)
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        app.close()
     log.info("gateway (pid %d) ended", os.getpid())

@@ -161,7 +161,7 @@ def gateway(tmp_path: Path) -> Gateway:
     settings = GatewaySettings()
     auth = open_authenticator(settings.auth, tmp_path)
     limits = open_limits(settings, {}, tmp_path)
-    return Gateway(settings, {"m": ()}, tmp_path / "routes.json", auth, limits)
+    return Gateway(settings, {"m": ()}, tmp_path / "routes.json", auth, limits, tmp_path)
 
 
 def worker_endpoints(state: ServerState) -> Iterator[str]:
@@ -298,6 +298,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, link
+
+
+def test_tests_that_pages_name_exist() -> None:
+    named = [span for page in PAGES for span in spans(page.read_text()) if "::test_" in span]
+    assert len(named) > 20
+    for span in named:
+        file, _, test = span.partition("::")
+        assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.M), span
 
 
 def code_blocks(page: Path, language: str) -> list[str]:

@@ -15,17 +15,7 @@ Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519", "EdDSA"
 ]
 
-_OIDC_ONLY = (
-    "issuer",
-    "audience",
-    "jwks_url",
-    "user_claim",
-    "models_claim",
-    "priority_claim",
-    "algorithms",
-    "leeway",
-    "cache",
-)
+_OIDC_ONLY = ("issuer", "audience", "jwks_url", "user_claim", "models_claim", "priority_claim")
 
 
 def _lower(value: object) -> object:
@@ -110,9 +100,9 @@ class AuthSettings(BaseModel):
         if self.mode != "none" and self.trusted_proxies:
             whose = "users are those of keys" if self.mode == "keys" else "users are those of tokens and keys"
             yield f"gateway.auth.trusted_proxies has no effect with mode {self.mode}: {whose}"
-        elif "forwarded_header" in self.model_fields_set and not self.trusted_proxies:
+        elif self.forwarded_header != "x-forwarded-for" and not self.trusted_proxies:
             yield "gateway.auth.forwarded_header has no effect without trusted_proxies"
         if self.mode != "oidc":
             for name in _OIDC_ONLY:
-                if name in self.model_fields_set:
+                if getattr(self, name) != type(self).model_fields[name].default:
                     yield f"gateway.auth.{name} has no effect without mode oidc"

@@ -25,13 +25,13 @@ class ModelRoutes:
         self._auth = auth
 
     async def list(self, scope: Scope, send: Send) -> None:
-        who = self._caller(scope)
+        who = await self._caller(scope)
         self._router.refresh()  # so that all gateway processes say the same
         data = [_card(name, model) for name, model in self._router.models() if who.may_use(name, model)]
         await send_json(send, 200, {"object": "list", "data": data})
 
     async def get(self, scope: Scope, send: Send) -> None:
-        who = self._caller(scope)
+        who = await self._caller(scope)
         name = scope["path"].removeprefix(MODELS + "/")
         self._router.refresh()
         for known, model in self._router.models():
@@ -40,8 +40,8 @@ class ModelRoutes:
                 return
         await send_error(send, model_not_found(name))
 
-    def _caller(self, scope: Scope) -> Identity:
-        return self._auth.authenticate(scope["headers"], peer_of(scope))
+    async def _caller(self, scope: Scope) -> Identity:
+        return await self._auth.identify(scope["headers"], peer_of(scope))
 
 
 def _card(name: str, model: str) -> dict[str, object]:

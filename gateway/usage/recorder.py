@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
+from gateway.metrics import Metrics
 from gateway.usage.audit_file import AuditFile
 from gateway.usage.record import Record
 from gateway.usage.sinks import AuditSink, Sink, Unwritten, UsageSink
-from gateway.usage.store import UsageStore
+from gateway.usage.store import USAGE_FILE, UsageStore
 
 FLUSH_SECONDS = 0.25
 CHUNK = 64  # records between two breaths
@@ -30,7 +32,7 @@ class Recorder:
     """Hands records to its sinks, every `FLUSH_SECONDS`, in a thread of its own.
 
     `on_lost` and `on_failure` are told, from that thread, how many records a sink lost, and that it could
-    not write.
+    not write. `with_bodies`: whether records should have them.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Recorder:
         sinks: Sequence[Sink],
         on_lost: Callable[[str, int], None] = lambda name, count: None,
         on_failure: Callable[[str], None] = lambda name: None,
+        with_bodies: bool = False,
     ) -> None:
+        self.with_bodies = with_bodies
         self._sinks = sinks
         self._on_lost = on_lost
         self._on_failure = on_failure
@@ -50,9 +54,8 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if self._sinks:
-            self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
+        self._thread.start()
 
     def add(self, record: Record) -> None:
         """From the event loop; never fails and never waits."""
@@ -116,18 +119,48 @@ class Recorder:
             self._reported[sink.name] = lost
 
 
-def open_recorder(
-    audit: AuditFile | None,
-    usage: Path | None,
-    on_lost: Callable[[str, int], None] = lambda name, count: None,
-    on_failure: Callable[[str], None] = lambda name: None,
-) -> Recorder:
-    """A running recorder, to be closed. `usage`: path of the file of sums."""
+class _AuditSettings(Protocol):
+    @property
+    def file(self) -> Path | None: ...
+    @property
+    def prompts(self) -> bool: ...
+    @property
+    def max_size(self) -> int: ...
+    @property
+    def keep(self) -> int: ...
+
+
+class RecordSettings(Protocol):
+    """The part of the gateway's settings that says what is written down."""
+
+    @property
+    def audit(self) -> _AuditSettings: ...
+    @property
+    def usage(self) -> bool: ...
+
+
+def open_recorder(settings: RecordSettings, state_dir: Path, metrics: Metrics) -> Recorder | None:
+    """As the fleet file says, to be started and closed; None where nothing is written down."""
     sinks: list[Sink] = []
-    if audit is not None:
-        sinks.append(AuditSink(audit))
-    if usage is not None:
-        sinks.append(UsageSink(UsageStore(usage)))
-    recorder = Recorder(sinks, on_lost, on_failure)
-    recorder.start()
-    return recorder
+    audit = settings.audit
+    if audit.file is not None:
+        sinks.append(AuditSink(AuditFile(audit.file, audit.max_size, audit.keep)))
+    if settings.usage:
+        sinks.append(UsageSink(UsageStore(state_dir / USAGE_FILE)))
+    if not sinks:
+        return None
+    lost = metrics.counter(
+        "pagefleet_gateway_records_lost_total", "Requests that could not be written down.", ["kind"]
+    )
+    failures = metrics.counter(
+        "pagefleet_gateway_record_failures_total", "Attempts to write down requests that failed.", ["kind"]
+    )
+    for sink in sinks:  # now: other threads may count only what is there
+        lost.inc((sink.name,), 0)
+        failures.inc((sink.name,), 0)
+    return Recorder(
+        sinks,
+        on_lost=lambda name, count: lost.inc((name,), count),
+        on_failure=lambda name: failures.inc((name,)),
+        with_bodies=audit.prompts and audit.file is not None,
+    )

@@ -31,16 +31,17 @@ SHAPE = {
 
 
 class Fleet:
-    """A running `pagefleet up` with one small model, and what it printed until it was up."""
+    """A running `pagefleet up` with one small model, and what it printed until it was up. `gateway`: of the
+    fleet file, beside the port."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **gateway: Any) -> None:
         self.directory = directory
         self.state = directory / "state"
         self.file = directory / "fleet.yaml"
         write_checkpoint(directory / "model", "qwen2", SHAPE, write_byte_bpe(directory / "model"))
         worker = {"device": "cpu", "threads": 1, "max_model_len": 256, "kv_cache_memory_bytes": "16MiB"}
         fleet = {
-            "gateway": {"port": 0, "auth": {"mode": "keys"}},
+            "gateway": {"port": 0, "auth": {"mode": "keys"}, **gateway},
             "supervisor": {"state_dir": "state"},  # relative: all processes must mean the same directory
             "models": [{"name": "tiny", "aliases": ["nick"], "source": "model", "worker": worker}],
         }

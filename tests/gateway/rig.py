@@ -45,7 +45,7 @@ class Rig:
         self.path = folder / "routes.json"
         self.epoch = 0
         self.workers: list[FakeWorker] = []
-        self.settings = GatewaySettings.model_validate(settings)
+        self.settings = GatewaySettings.model_validate({"usage": False, **settings})
         self.model_limits: dict[str, LimitSettings | None] = {}
 
     def route(self, *targets: Target, model: str = "m", **fields: Any) -> None:
@@ -65,7 +65,7 @@ class Rig:
         self.port = listener.getsockname()[1]
         auth = open_authenticator(self.settings.auth, self.folder)
         limits = open_limits(self.settings, self.model_limits, self.folder)
-        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth, limits)
+        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth, limits, self.folder)
         self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1), self.app.metrics)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)
@@ -81,6 +81,7 @@ class Rig:
         finally:
             self.server.should_exit = True
             await serving
+            self.app.close()
             for worker in self.workers:
                 await worker.stop()
 

@@ -23,7 +23,8 @@ from gateway.usage import recorder, sinks
 from gateway.usage.audit_file import AuditFile
 from gateway.usage.reader import AuditTail
 from gateway.usage.record import Record
-from gateway.usage.recorder import Recorder, open_recorder
+from gateway.usage.recorder import Recorder
+from gateway.usage.store import UsageStore
 
 LARGE = 64 * 1024**2
 
@@ -71,9 +72,18 @@ class Losses:
         self.failures += 1
 
 
-def recording(path: Path, losses: Losses | None = None, max_size: int = LARGE) -> Recorder:
+def started(audit: AuditFile | None, usage: Path | None = None, losses: Losses | None = None) -> Recorder:
+    """A running recorder of either or both."""
     losses = losses or Losses()
-    return open_recorder(AuditFile(path, max_size, 3), None, losses.on_lost, losses.on_failure)
+    places: list[sinks.Sink] = [] if audit is None else [sinks.AuditSink(audit)]
+    places += [] if usage is None else [sinks.UsageSink(UsageStore(usage))]
+    recorder = Recorder(places, losses.on_lost, losses.on_failure)
+    recorder.start()
+    return recorder
+
+
+def recording(path: Path, losses: Losses | None = None, max_size: int = LARGE) -> Recorder:
+    return started(AuditFile(path, max_size, 3), None, losses)
 
 
 # --- lines
@@ -138,7 +148,7 @@ def test_adding_costs_the_event_loop_almost_nothing(tmp_path: Path) -> None:
             held.wait(30)
             super().append(lines)
 
-    running = open_recorder(Hanging(tmp_path / "a", LARGE, 3), None)
+    running = started(Hanging(tmp_path / "a", LARGE, 3))
     running.add(record())
     time.sleep(2 * recorder.FLUSH_SECONDS)
     began = time.monotonic()

@@ -18,10 +18,9 @@ from contracts.usage import Usage
 from gateway.cli import main
 from gateway.usage import sinks
 from gateway.usage.audit_file import AuditFile
-from gateway.usage.recorder import open_recorder
 from gateway.usage.sinks import OTHERS, UsageSink
 from gateway.usage.store import HOUR, USAGE_FILE, Total, UsageStore, UsageUnusable
-from tests.gateway.test_usage_audit import Losses, record, until
+from tests.gateway.test_usage_audit import Losses, record, started, until
 
 NOON = 1_800_014_400.0  # 2027-01-15 12:00 UTC
 
@@ -35,7 +34,7 @@ def totals(path: Path, *by: Any, **filters: Any) -> list[Total]:
 
 
 def fill(path: Path, *records: Any) -> None:
-    running = open_recorder(None, path)
+    running = started(None, path)
     for each in records:
         running.add(each)
     running.close()
@@ -77,9 +76,8 @@ def test_sums_by_user_key_model_and_time(tmp_path: Path) -> None:
 GATEWAY = """
 import sys
 from pathlib import Path
-from gateway.usage.recorder import open_recorder
-from tests.gateway.test_usage_audit import record
-running = open_recorder(None, Path(sys.argv[1]))
+from tests.gateway.test_usage_audit import record, started
+running = started(None, Path(sys.argv[1]))
 for number in range(5000):
     running.add(record(at=1_800_014_400, user=f"user{number % 3}"))
     if sys.argv[2] == "killed" and number == 2500:
@@ -107,7 +105,7 @@ def test_a_busy_file_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFix
     fill(path, record())
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
-    running = open_recorder(None, path, losses.on_lost, losses.on_failure)
+    running = started(None, path, losses)
     running.add(record())
     until(lambda: losses.failures >= 2)
     blocker.execute("COMMIT")
@@ -120,7 +118,7 @@ def test_a_busy_file_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / USAGE_FILE
-    running = open_recorder(None, path)
+    running = started(None, path)
     running.add(record())
     until(path.exists)
     time.sleep(0.1)
@@ -136,7 +134,7 @@ def test_something_else_is_never_written_to(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE other (x)")
     before = path.read_bytes()
-    running = open_recorder(AuditFile(tmp_path / "audit", 10**6, 3), path, losses.on_lost, losses.on_failure)
+    running = started(AuditFile(tmp_path / "audit", 10**6, 3), path, losses)
     running.add(record())
     running.close()
     assert path.read_bytes() == before
@@ -234,7 +232,7 @@ def test_usage_command(state: Path) -> None:
 def test_audit_command(state: Path) -> None:
     path = state.parent / "audit.jsonl"
     assert "can't be read" in invoke("audit", "tail", code=1).stderr
-    running = open_recorder(AuditFile(path, 10**6, 3), None)
+    running = started(AuditFile(path, 10**6, 3))
     refused = {"usage": None, "target": "", "first_token": None}
     running.add(record(1, status=429, code="rate_limit_exceeded", **refused))
     running.add(record(2, user="a\nb\x1b[2J", model="other"))
