@@ -131,8 +131,13 @@ def banner(fleet: FleetFile, url: str, failed: list[str], stop_hint: str) -> str
             "temperature": 0,
         }
     )
-    needs_key = fleet.gateway.auth.mode == "keys"
-    who = "API keys" if needs_key else "none; whoever reaches this address may use it"
+    auth = fleet.gateway.auth
+    needs_key = auth.mode != "none"
+    who = {
+        "none": "none; whoever reaches this address may use it",
+        "keys": "API keys",
+        "oidc": f"tokens of {auth.issuer}, and API keys",
+    }[auth.mode]
     make_key = f"export PAGEFLEET_API_KEY=$({command(fleet, 'keys', 'create', '--user', 'me')})"
     key_header = ' -H "authorization: Bearer $PAGEFLEET_API_KEY"' if needs_key else ""
     curl = f"curl {url}/v1/chat/completions{key_header} -H 'content-type: application/json'"

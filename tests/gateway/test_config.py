@@ -308,7 +308,7 @@ CASES = {
     ),
     "auth": (
         "gateway: {auth: {mode: oidc}}\n" + GOOD,
-        ":1: gateway.auth.mode: 'oidc' is not supported yet; use none or keys",
+        ":1: gateway.auth: mode oidc needs issuer and audience",
     ),
     "auth that nobody knows": (
         "gateway: {auth: {mode: key}}\n" + GOOD,
@@ -343,8 +343,20 @@ CASES = {
         ":1: gateway.processes: Input should be less than or equal to 64, not 65",
     ),
     "audit": (
-        "gateway: {audit: {file: a.log}}\n" + GOOD,
-        ":1: gateway.audit.file: 'a.log' is not supported yet; leave it null",
+        "gateway: {audit: {file: /}}\n" + GOOD,
+        ":1: gateway.audit.file: / is a directory; name a file in it",
+    ),
+    "audit in no directory": (
+        "gateway: {audit: {file: /dev/null/audit.jsonl}}\n" + GOOD,
+        ":1: gateway.audit.file: /dev/null is no directory",
+    ),
+    "audit of a tiny size": (
+        "gateway: {audit: {file: a.jsonl, max_size: 1KiB}}\n" + GOOD,
+        ":1: gateway.audit.max_size: Input should be greater than or equal to 65536",
+    ),
+    "audit that keeps nothing": (
+        "gateway: {audit: {file: a.jsonl, keep: 0}}\n" + GOOD,
+        ":1: gateway.audit.keep: Input should be greater than or equal to 1",
     ),
     "backend": (
         "supervisor: {backend: systemd}\n" + GOOD,
