@@ -68,16 +68,19 @@ class LiveOverrides:
         return True
 
     async def _exchange(self, shared: Shared, changed: bool) -> bool:
-        """False when Redis couldn't be asked; the limiter says so, loudly enough."""
+        """False when there is more to share, or Redis couldn't be asked (the limiter says that, loudly)."""
         try:
             theirs = await shared.exchange(self._entries, changed=changed)
         except Exception as error:  # whatever it is, it may pass
             log.debug("limits set elsewhere can't be read: %s", type(error).__name__)
             return False
         if theirs:
-            self._use({**self._entries, **theirs})
+            everything = {**self._entries, **theirs}
+            self._use(everything)
             try:
-                self._use(self._file.merge(theirs))
+                merged = await asyncio.to_thread(self._file.merge, theirs)  # it waits for locks and disks
+                self._use(merged)
+                return merged == everything  # else something was set in the file just now
             except OverridesUnusable as error:  # they hold all the same, until this gateway ends
                 self._complain(str(error))
         return True

@@ -72,7 +72,7 @@ def _newer(entry: Entry, than: Entry) -> bool:
 
 
 class OverridesFile:
-    """The file at `path`. `changed` tells whether it was replaced since it was last read."""
+    """The file at `path`. `changed` tells whether it isn't the one that was read or written last."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,13 +83,15 @@ class OverridesFile:
 
     def read(self) -> dict[str, Entry]:
         """All entries; none when there is no file. OverridesUnusable when it can't be read."""
-        self._signature = self._stat()
+        signature = self._stat()
         try:
-            return _decoder.decode(self._path.read_bytes())
+            entries = _decoder.decode(self._path.read_bytes())
         except FileNotFoundError:
-            return {}
+            entries = {}
         except (OSError, msgspec.MsgspecError) as error:
             raise OverridesUnusable(f"the limits in {self._path} can't be read: {error}") from None
+        self._signature = signature
+        return entries
 
     def put(self, name: str, bounds: Bounds) -> dict[str, Entry]:
         """Sets one subject's bounds, or unsets them; all entries after that."""

@@ -12,18 +12,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.limits.overrides import (
-    Entry,
-    Overrides,
-    entry_decoder,
-    newer,
-)
+from gateway.limits.overrides import Entry, Overrides, entry_decoder, newer
 from gateway.limits.redis_link import RedisLink
 
 REDIS_SECONDS = 1.0  # for one exchange
 
-# KEYS: the hash, the number. ARGV: pairs of subject and entry. Writes what is newer; the number after that.
-# Equal times go the way of `overrides.newer`: the caller sends only what should win.
+# KEYS: the hash, the number. ARGV: pairs of subject and entry. Writes what is newer; of equal times the
+# caller sends only what should win. The number is a time: a count could come again after a restart.
 _PUT = """
 for i = 1, #ARGV, 2 do
   local known = redis.call('HGET', KEYS[1], ARGV[i])
@@ -31,7 +26,8 @@ for i = 1, #ARGV, 2 do
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
   end
 end
-return redis.call('INCR', KEYS[2])
+local clock = redis.call('TIME')
+redis.call('SET', KEYS[2], clock[1] .. '.' .. clock[2])
 """
 
 log = logging.getLogger(__name__)
@@ -56,7 +52,8 @@ class RedisOverrides:
             theirs = _decoded(await self._link.execute("HGETALL", self._hash))
             if news := newer(ours, theirs):
                 words = [part for name, entry in news.items() for part in (name, msgspec.json.encode(entry))]
-                number = b"%d" % await self._link.execute("EVAL", _PUT, 2, self._hash, self._number, *words)
+                await self._link.execute("EVAL", _PUT, 2, self._hash, self._number, *words)
+                number = None  # others may have written in between: look again next time
             self._known = number
             return newer(theirs, ours)
 

@@ -137,7 +137,7 @@ async def test_gateways_of_several_machines_agree_through_redis(tmp_path: Path) 
         three = Gateway(tmp_path / "c", server.url)
         three.live.start()
         await until(lambda: three.applied == expected)
-        assert OverridesFile(three.file).read() == OverridesFile(one.file).read()
+        await until(lambda: OverridesFile(three.file).read() == OverridesFile(one.file).read())
 
         # While Redis is away the file goes on, and is passed on afterwards.
         server.kill()
