@@ -18,19 +18,20 @@ from typing import Generic, Literal, Protocol, TypeVar
 from contracts.errors import ApiError
 from gateway import errors
 
-CLASSES = ("high", "normal", "low")
 CLASS_SECONDS = 30.0  # a class waits so much longer than the one before it, then it goes first
 MEMORY = 300.0  # seconds over which the service rate is measured
 _KNOWN_AFTER = 2.0  # requests whose service must have been seen before anybody is refused for the rate
 
 Priority = Literal["high", "normal", "low"]
+CLASSES: tuple[Priority, ...] = ("high", "normal", "low")
+LEVELS = {name: level for level, name in enumerate(CLASSES)}
 Refusal = Literal["full", "late", "shed", "expired"]
 
 
 class Placed(Protocol):
     """A place on a worker."""
 
-    def release(self) -> None: ...
+    def release(self, priority: Priority) -> None: ...
 
 
 P = TypeVar("P", bound=Placed)
@@ -191,7 +192,8 @@ class _Lane(Generic[P]):
 
 
 class Queue(Generic[P]):
-    """The queue of one model. `size`: most requests in it; `has_room`: whether any worker has a place.
+    """The queue of one model. `size`: most requests in it; `has_room`: whether any worker has a place
+    for a request of the class CLASSES[level].
 
     `waited` is called with the seconds of each who got a place, `refused` with the reason of each who didn't.
     """
@@ -200,7 +202,7 @@ class Queue(Generic[P]):
         self,
         model: str,
         size: int,
-        has_room: Callable[[], bool],
+        has_room: Callable[[int], bool],
         waited: Callable[[float], None] = lambda seconds: None,
         refused: Callable[[Refusal], None] = lambda reason: None,
     ) -> None:
@@ -221,7 +223,7 @@ class Queue(Generic[P]):
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        ticket = Ticket(place, user, CLASSES.index(priority), now, (now + within, next(self._numbers)))
+        ticket = Ticket(place, user, LEVELS[priority], now, (now + within, next(self._numbers)))
         self._enter(ticket, now, within)
         timer = loop.call_at(now + within, self._expire, ticket)
         try:
@@ -229,7 +231,7 @@ class Queue(Generic[P]):
         except asyncio.CancelledError:
             done = ticket.future.done() and not ticket.future.cancelled()
             if done and ticket.future.exception() is None:
-                ticket.future.result().release()
+                ticket.future.result().release(priority)
             raise
         finally:
             timer.cancel()
@@ -302,9 +304,9 @@ class Queue(Generic[P]):
     def _place_one(self) -> bool:
         """Whether somebody went. Usually the first in order can; with a split by user it may be a later one
         whose version of the model has room."""
-        if not self._has_room():
-            return False
         for lane in sorted(self._lanes, key=_urgency):
+            if not lane.waiting or not self._has_room(self._lanes.index(lane)):
+                continue
             for ticket in lane.in_order():
                 if ticket.future.done():  # cancelled, and its task has not run yet
                     self._leave(ticket)

@@ -28,7 +28,7 @@ from gateway import affinity
 from gateway.errors import model_starting, model_unavailable
 from gateway.fleet.state import FULL_WEIGHT, Routes, RoutesFile, Target
 from gateway.health import Health
-from gateway.queue import Priority, Queue, Refusal
+from gateway.queue import CLASSES, LEVELS, Priority, Queue, Refusal
 from gateway.upstream import parse_address
 
 NO_LIMIT = sys.maxsize
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class Backend:
     """A target and the requests on it. Lives as long as the target is in the table or has requests.
 
-    `limit`: most requests that this gateway may have on it; without bound until the worker has said what it
-    can take.
+    `limit`: most requests of a class and of more urgent ones that this gateway may have on it, so that batch
+    work keeps no interactive request from the worker; without bound until that has said what it can take.
     """
 
     model: str
@@ -52,6 +52,7 @@ class Backend:
     health: Health
     queue: Queue[Backend]
     inflight: int = 0
+    by_class: list[int] = field(default_factory=lambda: [0] * len(CLASSES))
     limit: int = NO_LIMIT
     label: bytes = field(init=False)
     seed: int = field(init=False)
@@ -64,8 +65,14 @@ class Backend:
         """It has all that it can take, until it says something else."""
         self.limit = max(1, self.inflight - 1)
 
-    def release(self) -> None:
+    def has_room(self, level: int) -> bool:
+        """For a request of the class CLASSES[level]."""
+        return self.inflight < self.limit or sum(self.by_class[: level + 1]) < self.limit
+
+    def release(self, priority: Priority = "normal") -> None:
+        """Uncounts a claim of that class."""
         self.inflight -= 1
+        self.by_class[LEVELS[priority]] -= 1
         if self.queue.waiting:
             self.queue.slot_freed()
 
@@ -214,7 +221,14 @@ class Router:
             raise model_not_found(name)
         return model
 
-    def claim(self, model: str, user: str, tried: Collection[str] = (), body: bytes = b"") -> Backend | None:
+    def claim(
+        self,
+        model: str,
+        user: str,
+        tried: Collection[str] = (),
+        body: bytes = b"",
+        priority: Priority = "normal",
+    ) -> Backend | None:
         """Picks a worker of a resolved model and counts the request on it in one step; `release` uncounts it.
 
         None when those that could take it are full, or have not said yet who they are: `wait` then. Nobody
@@ -228,15 +242,14 @@ class Router:
         entry = self.table.entries.get(model)
         if entry is None:
             raise self._unavailable(model, entry)
-        live = entry.live
+        live, level = entry.live, LEVELS[priority]
         if len(live) == 1 and not tried and live[0].health.clear:
-            backend: Backend | None = live[0]
-            if live[0].inflight >= live[0].limit:
-                return None
+            backend = live[0] if live[0].has_room(level) else None
         else:
-            backend = self._pick(entry, user, tried, body)
+            backend = self._pick(entry, user, tried, body, level)
         if backend is not None:
             backend.inflight += 1
+            backend.by_class[level] += 1
         return backend
 
     async def wait(
@@ -244,7 +257,7 @@ class Router:
     ) -> Backend:
         """A claim that was None, for at most `within` seconds; ApiError 503 when the model is overloaded."""
         return await self.queue(model).wait(
-            partial(self.claim, model, user, tried, body), user, priority, within
+            partial(self.claim, model, user, tried, body, priority), user, priority, within
         )
 
     def queue(self, model: str) -> Queue[Backend]:
@@ -260,13 +273,15 @@ class Router:
             )
         return queue
 
-    def _worth_placing(self, model: str) -> bool:
-        """Whether anything but None can come of a claim."""
+    def _worth_placing(self, model: str, level: int) -> bool:
+        """Whether anything but None can come of a claim of that class."""
         entry = self.table.entries.get(model)
         live = entry.live if entry is not None else ()
-        return not live or any(backend.inflight < backend.limit for backend in live)
+        return not live or any(backend.has_room(level) for backend in live)
 
-    def _pick(self, entry: Entry, user: str, tried: Collection[str], body: bytes) -> Backend | None:
+    def _pick(
+        self, entry: Entry, user: str, tried: Collection[str], body: bytes, level: int
+    ) -> Backend | None:
         usable: Sequence[Backend] = entry.live
         if tried or not usable or not all(backend.health.clear for backend in usable):
             usable = self._usable(entry, tried)
@@ -274,7 +289,7 @@ class Router:
                 return None
         if entry.split:
             usable = sticky(usable, entry.routes.salt, entry.routes.model, user)
-        backend = self._replica(usable, body)
+        backend = self._replica(usable, body, level)
         if backend is not None and not backend.health.clear:
             backend.health.taken(time.monotonic())
         return backend
@@ -291,7 +306,7 @@ class Router:
             raise self._unavailable(entry.routes.model, entry)
         return usable
 
-    def _replica(self, usable: Sequence[Backend], body: bytes) -> Backend | None:
+    def _replica(self, usable: Sequence[Backend], body: bytes, level: int) -> Backend | None:
         """The one that has the conversation, if it isn't overloaded: consistent hashing with bounded loads
         (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350). Else the least busy. None when all are full."""
         key = affinity.conversation_key(body) if body and len(usable) > 1 else None
@@ -304,9 +319,9 @@ class Router:
                 if score > best:
                     best, home = score, backend
             fair = BALANCE * load * home.target.weight_bp / weight
-            if home.inflight < fair and home.inflight < home.limit:
+            if home.inflight < fair and home.has_room(level):
                 return home
-        free = [backend for backend in usable if backend.inflight < backend.limit]
+        free = [backend for backend in usable if backend.has_room(level)]
         if not free:
             return None
         self._turn += 1

@@ -20,7 +20,7 @@ class Pool:
         self.waited: list[float] = []
         self.refused: list[str] = []
         self.queue: Queue[Pool] = Queue(
-            "m", size, lambda: self.free > 0, self.waited.append, self.refused.append
+            "m", size, lambda level: self.free > 0, self.waited.append, self.refused.append
         )
 
     def take(self, name: str) -> Pool | None:
@@ -30,7 +30,7 @@ class Pool:
         self.order.append(name)
         return self
 
-    def release(self) -> None:
+    def release(self, priority: Priority = "normal") -> None:
         self.free += 1
         if self.queue.waiting:
             self.queue.slot_freed()

@@ -418,3 +418,21 @@ def test_who_is_not_identified_gets_nothing_not_even_as_the_last(path: Path) -> 
         router.claim("m", "u")
     assert (caught.value.status, caught.value.code) == (503, "model_unavailable")
     assert router.not_ready() == ["m"]
+
+
+def test_batch_work_keeps_no_interactive_request_from_a_worker(path: Path) -> None:
+    replicas(path, 1)
+    router = Router(path, {})
+    (worker,) = router.table.backends.values()
+    worker.limit = 3
+    for _ in range(3):
+        assert claim(router, priority="low") is worker
+    assert router.claim("m", "u", priority="low") is None
+    for priority in ("normal", "normal", "normal", "high", "high", "high"):
+        claim(router, priority=priority)
+    for priority in ("normal", "low", "high"):
+        assert router.claim("m", "u", priority=priority) is None
+    worker.release("high")
+    assert router.claim("m", "u", priority="normal") is None
+    claim(router, priority="high")
+    assert (worker.inflight, worker.by_class) == (9, [3, 3, 3])
