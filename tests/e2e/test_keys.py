@@ -64,7 +64,7 @@ class Fleet:
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*PAGEFLEET, *arguments, "-f", str(self.file)],
+            [*PAGEFLEET, *arguments, "--file", str(self.file)],
             cwd=self.directory,
             env={**os.environ, **environment},
             capture_output=True,
