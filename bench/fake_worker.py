@@ -23,7 +23,8 @@ import uvloop
 MODEL, SLOT = "m", "m-0"
 _MAX_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
 _STREAMS = re.compile(rb'"stream":\s*true')
-_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b"
+_USAGE = b"x-pagefleet-usage: 12,16,0,stop\r\n"
 _SSE = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
@@ -60,7 +61,7 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-_ANSWER = _JSON % (len(answer()), answer())
+_ANSWER = _JSON % (_USAGE, len(answer()), answer())
 _EVENTS = [chunk(event(number)) for number in range(1000)]
 _END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
@@ -84,6 +85,14 @@ class Worker:
             return self.stats()
         if path == b"/internal/whoami":
             return json.dumps({"slot": SLOT, "generation": 1, "model": MODEL, "pid": os.getpid()}).encode()
+        if path.startswith(b"/internal/usage/"):
+            usage = {
+                "prompt_tokens": 12,
+                "completion_tokens": 16,
+                "cached_tokens": 0,
+                "finish_reason": "stop",
+            }
+            return json.dumps([{"state": "ended", "usage": usage}] * (path.count(b",") + 1)).encode()
         return json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
 
 
@@ -132,7 +141,7 @@ class _Client(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._parser.get_method() == b"GET":
             page = self._worker.page(self._path)
-            self._transport.write(_JSON % (len(page), page))
+            self._transport.write(_JSON % (b"", len(page), page))
         elif _STREAMS.search(self._body):
             found = _MAX_TOKENS.search(self._body)
             self._left = int(found[1]) if found else 16
