@@ -25,6 +25,7 @@ from gateway.proxy import Proxy, ProxySettings
 from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
 from gateway.routing import Router, RouterSettings, Table
+from gateway.tracing import Tracer
 from gateway.upstream import Upstream
 from gateway.usage.recorder import RecordSettings, open_recorder
 from gateway.worker_metrics import WorkerMetrics
@@ -57,7 +58,8 @@ class Gateway:
 
     `configured`: model name → aliases of the fleet file; `routes_path`: the supervisor's routes file;
     `auth`: who may call, and `limits`: how much, both closed at the end; `state_dir`: where usage is kept;
-    `board`, `peers`: where this process shows its numbers, and where the others on the same port do.
+    `board`, `peers`: where this process shows its numbers, and where the others on the same port do;
+    `tracer`: of sampled requests, closed at the end.
     Generation and models need a key where keys are needed; what probes and scrapers ask for is open to all
     who reach the port. `close` when its server has ended.
     """
@@ -72,8 +74,10 @@ class Gateway:
         state_dir: Path,
         board: Board | None = None,
         peers: Iterable[Peer] = (),
+        tracer: Tracer | None = None,
     ) -> None:
         self._auth = auth
+        self._tracer = tracer
         self.upstream = Upstream()
         self.prober = Prober(self.upstream, settings.health, settings.processes)
         self._probing = False
@@ -94,6 +98,7 @@ class Gateway:
             self.admission,
             self.usage,
             self.recorder,
+            tracer,
         )
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
         self._models = openai.ModelRoutes(self.router, auth)
@@ -164,6 +169,8 @@ class Gateway:
         """Once nothing runs any more: writes down what is left of what ran."""
         if self.recorder is not None:
             self.recorder.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

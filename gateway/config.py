@@ -31,6 +31,7 @@ from pydantic_settings import (
 )
 
 from contracts.options import WorkerOptions
+from contracts.spans import Endpoint
 from contracts.units import ByteSize, Duration
 from gateway.config_check import check_names, check_paths, check_variable, describe
 from gateway.identity.settings import AuthSettings
@@ -163,6 +164,13 @@ def _absolute(value: Path) -> Path:
     return _home_expanded(value).absolute()
 
 
+class TracingSettings(_Block):
+    """Where spans of requests go, and the share that is traced of those whose callers don't say."""
+
+    endpoint: Endpoint = None
+    sample_ratio: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 1.0
+
+
 class AuditSettings(_Block):
     """Where requests are written down, one line each; null: nowhere. Over `max_size` bytes the file is moved
     away, and `keep` such files are kept. `prompts`: with the beginning of each body."""
@@ -187,6 +195,7 @@ class GatewaySettings(_Block):
     queue: QueueSettings = QueueSettings()
     max_body: Annotated[ByteSize, Field(ge=1024)] = 64 * 1024**2
     audit: AuditSettings = AuditSettings()
+    tracing: TracingSettings = TracingSettings()
     usage: bool = True
 
 

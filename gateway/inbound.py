@@ -12,10 +12,12 @@ from urllib.parse import parse_qs
 import msgspec
 
 from contracts.errors import bad_request
+from contracts.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
 from gateway.asgi import Headers, Receive, Scope
 from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
 
-FORWARDED = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
+FORWARDED = frozenset({b"content-type", b"accept"})
+_TRACE_HEADERS = (TRACEPARENT.encode(), TRACESTATE.encode())
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROCESS = secrets.token_hex(8).encode()  # with a number, unique over all gateways and restarts
 _serial = itertools.count(1)
@@ -39,10 +41,12 @@ _decoder = msgspec.json.Decoder(_Wanted)
 
 @dataclass(slots=True)
 class Head:
-    """The headers that matter. `forwarded`: those that go on to the worker, one of each name, as lines."""
+    """The headers that matter. `forwarded`: those that go on to the worker, one of each name, as lines;
+    `trace`: where the request is in a trace, which goes on as well."""
 
     request_id: bytes
     forwarded: bytes
+    trace: TraceContext | None = None
     length: int | None = None
     framed: bool = False
     encoding: bytes | None = None
@@ -75,6 +79,7 @@ def read_head(scope: Scope) -> Head:
     """`request_id` is the client's own if it is one, else a new one."""
     head = Head(b"", b"")
     sent: dict[bytes, bytes] = {}
+    traced: list[tuple[bytes, bytes]] = []
     for name, value in scope["headers"]:
         if name in FORWARDED:
             sent.setdefault(name, value)
@@ -86,6 +91,10 @@ def read_head(scope: Scope) -> Head:
             head.encoding = value
         elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             head.request_id = value
+        elif name == b"traceparent" or name == b"tracestate":
+            traced.append((name, value))
+    if traced:
+        head.trace = read_context(*([v for n, v in traced if n == name] for name in _TRACE_HEADERS))
     head.request_id = head.request_id or b"%b-%x" % (_PROCESS, next(_serial))
     head.forwarded = b"".join([b"%s: %s\r\n" % pair for pair in sent.items()])
     return head

@@ -33,6 +33,7 @@ from gateway.limits import Granted
 from gateway.metrics import Metrics
 from gateway.queue import CLASSES
 from gateway.routing import Backend, Router
+from gateway.tracing import Trace, Tracer
 from gateway.upstream import Upstream
 from gateway.usage.record import MAX_BODY, Record
 from gateway.usage.recorder import Recorder
@@ -74,6 +75,7 @@ class Proxy:
         admission: Admission,
         usage: UsageCollector,
         recorder: Recorder | None,
+        tracer: Tracer | None,
     ) -> None:
         self.router = router
         self.upstream = upstream
@@ -83,11 +85,16 @@ class Proxy:
         self.usage = usage
         self.recorder = recorder
         self._auth = auth
+        self._tracer = tracer
 
     async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; `path` is the route's own, never the client's spelling."""
         head = read_head(scope)
         call = _Call(self, path, head, scope["exchange"], send)
+        if self._tracer is not None:
+            call.trace = self._tracer.begin(head, path.decode())
+        if head.trace is not None:
+            head.forwarded += head.trace.lines()
         auth, who = self._auth, None
         body_read = False
         try:
@@ -173,6 +180,7 @@ class _Call:
         self.unserved = False  # refused with 503: nobody has worked on it
         self.bill: Bill | None = None  # when somebody wants to know what it used
         self.watch: _ClientWatch | None = None
+        self.trace: Trace | None = None  # when it is sampled
         self.repeated = False  # it went to a second worker though a first may have begun
 
     def own_headers(self) -> Headers:
@@ -192,6 +200,8 @@ class _Call:
         target = self.backend.target.id if self.backend is not None else ""
         self.seconds = time.perf_counter() - self.began
         self.proxy.metrics.done(self.model, target, self.status, self.seconds, self.overhead)
+        if self.trace is not None:
+            self.trace.end(self.model, target, self.status, self.overhead)
         if self.granted is not None:
             if self.unserved:
                 self.granted.give_back()

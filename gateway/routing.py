@@ -240,6 +240,9 @@ class Router:
         if time.monotonic() - self._checked_at > STALE_AFTER:
             self.refresh()
         entry = self.table.entries.get(model)
+        if entry is None or not entry.live:
+            self.refresh()  # it may have come up since the last look, as another process knows already
+            entry = self.table.entries.get(model)
         if entry is None:
             raise self._unavailable(model, entry)
         live, level = entry.live, LEVELS[priority]

@@ -26,6 +26,7 @@ from gateway.fleet.commands import gateway_slots
 from gateway.fleet.statedir import StateDir
 from gateway.identity.authenticator import open_authenticator
 from gateway.metrics import Metrics
+from gateway.tracing import open_tracer
 
 KEEP_ALIVE_SECONDS = 75  # over nginx's 60, so that nginx is the one who closes
 BEAT_SECONDS = 0.2
@@ -184,7 +185,8 @@ def serve(
         peers = [Peer(state.board(other)) for other in gateway_slots(settings.processes) if other != slot]
     models = {entry.name: entry.aliases for entry in fleet.models}
     limits = open_limits(settings, {entry.name: entry.limits for entry in fleet.models}, state_dir)
-    app = Gateway(settings, models, routes_path, auth, limits, state_dir, board, peers)
+    tracer = open_tracer(settings.tracing, f"{slot or 'gateway'}.{generation}")
+    app = Gateway(settings, models, routes_path, auth, limits, state_dir, board, peers, tracer)
     config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
     server = GatewayServer(config, app.metrics, parent_pid)
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())

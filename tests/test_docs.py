@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.routing import Route
 
-from contracts.headers import DRAINING
+from contracts.headers import DRAINING, QUEUE_FULL
 from contracts.options import WorkerOptions
 from contracts.units import parse_bytes
 from gateway.__main__ import main as gateway_command
@@ -221,8 +221,8 @@ CODE_PLACE = {"ApiError": 99, "bad_request": 2, "not_found": 2, "unavailable": 1
 
 
 def error_codes() -> Iterator[str]:
-    """Codes that the sources give to errors, as literals; and the two that come otherwise."""
-    yield from (DRAINING, "internal_error")
+    """Codes that the sources give to errors, as literals; and those that come otherwise."""
+    yield from (DRAINING, QUEUE_FULL, "internal_error")
     for package in ("contracts", "gateway", "worker"):
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contracts.options import WorkerOptions
+from contracts.spans import Endpoint
 from contracts.units import ByteSize, Duration
 
 ENV_PREFIX = "PAGEFLEET_WORKER_"
@@ -44,6 +45,12 @@ class WorkerConfig(WorkerOptions):
     )
     shutdown_timeout: Duration = Field(
         900.0, description="Drain limit: how long running answers may go on after SIGTERM; default: 15m."
+    )
+    otlp_traces_endpoint: Endpoint = Field(
+        None, description="OpenTelemetry collector (OTLP over HTTP) for spans of requests; none: no tracing."
+    )
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="Share of requests traced, of those whose sender doesn't say (traceparent)."
     )
     stall_limit: Duration = Field(
         120.0,
@@ -100,6 +107,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_waiting",
     ),
     "server": ("host", "port", "uds", "max_body", "shutdown_timeout", "stall_limit", "disable_log_stats"),
+    "tracing": ("otlp_traces_endpoint", "trace_sample_ratio"),
     "fleet": ("slot", "generation", "parent_pid"),
 }
 

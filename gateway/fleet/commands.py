@@ -89,6 +89,10 @@ class Commands:
             *("--stall-limit", str(fleet.supervisor.stall_timeout)),
             *("--max-body", str(fleet.gateway.max_body)),
         ]
+        tracing = fleet.gateway.tracing
+        if tracing.endpoint is not None:
+            self._common += ["--otlp-traces-endpoint", tracing.endpoint]
+            self._common += ["--trace-sample-ratio", str(tracing.sample_ratio)]
 
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         entry = slot.entry

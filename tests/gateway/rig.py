@@ -16,6 +16,7 @@ from gateway.config import GatewaySettings, LimitSettings
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.identity.authenticator import open_authenticator
 from gateway.server import GatewayServer, listen, make_config
+from gateway.tracing import open_tracer
 from tests.gateway.fake_worker import FakeWorker
 
 CHAT = "/v1/chat/completions"
@@ -65,7 +66,8 @@ class Rig:
         self.port = listener.getsockname()[1]
         auth = open_authenticator(self.settings.auth, self.folder)
         limits = open_limits(self.settings, self.model_limits, self.folder)
-        self.app = Gateway(self.settings, {"m": ["nick"], "idle": []}, self.path, auth, limits, self.folder)
+        models, tracer = {"m": ["nick"], "idle": []}, open_tracer(self.settings.tracing, "gateway.1")
+        self.app = Gateway(self.settings, models, self.path, auth, limits, self.folder, tracer=tracer)
         self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1), self.app.metrics)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, target, until
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PROXIED = [
     "/v1/chat/completions",
     "/v1/completions",
@@ -38,7 +39,7 @@ async def test_only_allowed_headers_travel(tmp_path: Path) -> None:
         "x-pagefleet-priority": "high",
         "connection": "keep-alive, x-hop", "x-hop": "1",
         "accept": "text/event-stream", "content-type": "application/json; charset=utf-8",
-        "x-request-id": "req-1", "traceparent": "00-1-2-01", "tracestate": "a=1", "accept-encoding": "gzip",
+        "x-request-id": "req-1", "traceparent": TRACEPARENT, "tracestate": "a=1", "accept-encoding": "gzip",
     }  # fmt: skip
     async with one_worker(tmp_path) as rig:
         response = await rig.post(headers=sent)
@@ -48,7 +49,7 @@ async def test_only_allowed_headers_travel(tmp_path: Path) -> None:
             "content-type": "application/json; charset=utf-8",
             "content-length": str(len(rig.workers[0].requests[0].body)),
             "x-request-id": "req-1",
-            "traceparent": "00-1-2-01",
+            "traceparent": TRACEPARENT,
             "tracestate": "a=1",
             "x-pagefleet-priority": "normal",
         }

@@ -54,6 +54,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         external_id=exchange.request_id,
         account=exchange.account,
         service_class=exchange.service_class,
+        trace=exchange.trace,
         id_prefix="chatcmpl-",
         started=started,
     )

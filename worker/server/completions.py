@@ -48,6 +48,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         external_id=exchange.request_id,
         account=exchange.account,
         service_class=exchange.service_class,
+        trace=exchange.trace,
         id_prefix="cmpl-",
         started=started,
         default_length=DEFAULT_MAX_TOKENS,

@@ -17,6 +17,8 @@ from worker.server.state import ServerState
 
 log = logging.getLogger("pagefleet.worker")
 
+CLIENT_LEFT = 499  # status in traces; nobody is there to read it
+
 Handler = Callable[[ServerState, Exchange], Awaitable[None]]
 
 
@@ -45,8 +47,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._state.model_name)
         # An answer that failed half-way (client gone) must not be continued, so nothing is sent from here.
-        with contextlib.suppress(ClientGone):
-            await _answered(exchange, self._route(exchange))
+        try:
+            with contextlib.suppress(ClientGone):
+                await _answered(exchange, self._route(exchange))
+        finally:
+            if exchange.trace is not None:
+                exchange.trace.end(exchange.status if exchange.complete else CLIENT_LEFT)
 
     async def _route(self, exchange: Exchange) -> None:
         method = exchange.scope["method"]
@@ -67,6 +73,8 @@ class Endpoint:
             return
         if self._gated:
             self._state.gate.check()
+            if self._state.tracer is not None:
+                exchange.trace = self._state.tracer.begin(exchange)
         if exchange.usage_name is None or not self._gated:
             await self._work(exchange, handler)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -19,6 +19,9 @@ from contracts.errors import ApiError
 from contracts.headers import PRIORITIES, PRIORITY, REQUEST_ID, SERVED_MODEL, USAGE
 from contracts.units import format_bytes
 from worker.server.usage import Account
+
+if TYPE_CHECKING:
+    from worker.server.tracing import RequestTrace
 
 BODY_IDLE_SECONDS = 60.0  # a client that sends nothing for so long gets 408
 SEND_STALL_SECONDS = 300.0  # a client that reads nothing for so long is dropped
@@ -75,8 +78,10 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, model_name: str) -> None:
         self.scope = scope
         self.body = b""
+        self.status = 0  # of the answer; an error in a stream changes it
         self.started = False
         self.complete = False
+        self.trace: RequestTrace | None = None
         self.account = Account()
         self._receive = receive
         self._send = send
@@ -104,6 +109,11 @@ class Exchange:
                 text: str = value.decode("latin-1")
                 return text
         return None
+
+    def headers(self, name: str) -> list[bytes]:
+        """All headers of that (lower-case) name."""
+        wanted = name.encode()
+        return [value for key, value in self.scope["headers"] if key == wanted]
 
     def query(self, name: str) -> str | None:
         values = parse_qs(self.scope["query_string"].decode("latin-1")).get(name)
@@ -190,10 +200,12 @@ class Exchange:
         if not self.started:
             await self.json(error.body(), error.status, error.headers)
         elif self._framing is not None:
+            self.status = error.status
             await self._write(self._framing.frame(error.body()), more=False)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
+        self.status = status
         named = {**headers, REQUEST_ID: self.request_id, SERVED_MODEL: self._model_name}
         # Names may hold what a header can't carry; percent-encoding would make it another name.
         pairs = [(key.encode(), value.encode("latin-1", "replace")) for key, value in named.items()]

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,6 +24,9 @@ from worker.server.schemas import MAX_PROMPTS, Sampling
 from worker.server.state import ServerState, engine_dead
 from worker.server.text_model import context_too_long
 from worker.server.usage import Account
+
+if TYPE_CHECKING:
+    from worker.server.tracing import AnswerTrace, RequestTrace
 
 MOST_RAISED = 2  # levels; less than the distance of two classes
 
@@ -54,6 +58,7 @@ class _Sequence:
         self.request = request
         self.timer = timer
         self.stream: RequestStream | None = None
+        self.trace: AnswerTrace | None = None
         self.counted = False
 
 
@@ -68,6 +73,7 @@ class Generation:
         external_id: the id that the client knows the request by, beside its own.
         account: what the request uses is written there.
         service_class: index in contracts.headers.PRIORITIES; None when no gateway says.
+        trace: of a request that is sampled.
         started: when the request arrived, time.monotonic().
         default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
 
@@ -86,6 +92,7 @@ class Generation:
         external_id: str,
         account: Account,
         service_class: int | None,
+        trace: RequestTrace | None,
         id_prefix: str,
         started: float,
         default_length: int | None = None,
@@ -98,6 +105,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self._account = account
+        self._trace = trace
         self._error: ApiError | None = None
         if params.stop:
             text.need_tokenizer("stop")
@@ -147,6 +155,8 @@ class Generation:
         for sequence in self._sequences:
             request = msgspec.structs.replace(sequence.request, arrival=now)
             sequence.stream = engine.submit(request)
+            if self._trace is not None:
+                sequence.trace = self._trace.answer(sequence.choice.index, len(request.prompt_token_ids))
         self._account.open(self._prompt_tokens(), len(self._sequences))
 
     async def steps(self) -> AsyncGenerator[Step, None]:
@@ -233,6 +243,8 @@ class Generation:
         tokens = choice.completion_tokens if choice.finished or stream is None else stream.received
         first = choice.index % self.params.n == 0
         self._account.end_answer(tokens, choice.cached_tokens if first else 0, reason)
+        if sequence.trace is not None:
+            sequence.trace.end(tokens, choice.cached_tokens, reason)
 
     def _take(self, sequence: _Sequence, output: RequestOutput) -> Delta:
         if output.finish_reason == "abort" or output.finish_reason == "error":
@@ -241,6 +253,8 @@ class Generation:
                 self._count(sequence, "error")
             raise self._failure(output)
         sequence.timer.tokens(len(output.token_ids), output.queue_time)
+        if sequence.trace is not None:
+            sequence.trace.first_token(output.queue_time)
         delta = sequence.choice.push(output)
         if delta.finish_reason is not None:
             sequence.timer.finish(delta.finish_reason)

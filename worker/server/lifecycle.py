@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -26,6 +27,9 @@ from worker.server.listen import BindError, address, bind
 from worker.server.state import ServerState
 from worker.server.text_model import TextModel
 from worker.weights.source import SourceUnavailable, resolve_source
+
+if TYPE_CHECKING:
+    from worker.server.tracing import Tracer
 
 log = logging.getLogger("pagefleet.worker")
 
@@ -49,6 +53,7 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig, sock: socket.socket) -> None:
         self.config = config
         self.state = ServerState(config)
+        self.state.tracer = open_tracer(config)
         self._sock = sock
         self._client: EngineClient | None = None
         self._exit_code: asyncio.Future[int] | None = None  # set once the process is to stop
@@ -83,6 +88,8 @@ class WorkerProcess:
             await self._client.shutdown(_ANSWER_SECONDS if self._client.state == "ready" else 0.0)
         server.should_exit = True
         await serving
+        if self.state.tracer is not None:
+            await asyncio.to_thread(self.state.tracer.close)
         log.info("stopped")
 
     # ------------------------------------------------------------------ start
@@ -210,6 +217,18 @@ class WorkerProcess:
                 prompts / _STATS_SECONDS,
                 generated / _STATS_SECONDS,
             )
+
+
+def open_tracer(config: WorkerConfig) -> Tracer | None:
+    """None where tracing is off, which then costs nothing, not even memory."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    from contracts.spans import Spans
+    from worker.server.tracing import Tracer
+
+    place = f"{config.slot}.{config.generation}"
+    spans = Spans(config.otlp_traces_endpoint, "pagefleet-worker", place)
+    return Tracer(spans, config.trace_sample_ratio, config.model_names[0])
 
 
 def engine_spec(config: WorkerConfig, text: TextModel) -> str:

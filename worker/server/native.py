@@ -55,6 +55,7 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
         external_id=exchange.request_id,
         account=exchange.account,
         service_class=exchange.service_class,
+        trace=exchange.trace,
         id_prefix="gen-",
         started=started,
         default_length=DEFAULT_MAX_TOKENS,

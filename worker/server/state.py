@@ -21,6 +21,7 @@ from worker.server.usage import UsageBook
 
 if TYPE_CHECKING:
     from worker.server.generation import Generation
+    from worker.server.tracing import Tracer
 
 _COMPUTING_FACTOR = 10
 _COMPUTING_SHARE = 0.05  # of one core: the machine may be shared by many
@@ -103,6 +104,7 @@ class ServerState:
         self.metrics = Metrics(self)
         self.gate = Gate()
         self.stopped: ApiError | None = None
+        self.tracer: Tracer | None = None
         self.created = int(time.time())
         self.generations: set[Generation] = set()
         self.usage = UsageBook()
