@@ -85,10 +85,11 @@ def plan_decodes_triton(seq_lens: Tensor, slots: int, block_n: int, sliding_wind
     # Shares add up to all that there is, so there are at most as many full ones as shares.
     capacity = sequences + (2 * slots if sequences > slots else slots)
     items = torch.empty((capacity, FIELDS.value), dtype=torch.int32, device=seq_lens.device)
-    block_b = triton.next_power_of_2(sequences)
+    few = 64
+    block_b = few if sequences <= few else max(1024, triton.next_power_of_2(sequences))  # few to compile
     _plan_kernel[(sequences,)](
         seq_lens, items, sequences, slots, capacity,
         WINDOW=sliding_window, BLOCK_N=block_n, BLOCK_B=block_b, BLOCK_P=32,
-        num_warps=min(max(block_b // 128, 1), 8),
+        num_warps=1 if block_b == few else 8,
     )  # fmt: skip
     return items
