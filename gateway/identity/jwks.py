@@ -32,6 +32,7 @@ MIN_RSA_BITS = 2048
 PublicKey = RSAKey | ECKey | OKPKey
 
 log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # else there is a line for every fetch
 
 
 class IssuerUnusable(Exception):

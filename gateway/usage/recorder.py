@@ -21,7 +21,7 @@ from gateway.usage.sinks import AuditSink, Sink, Unwritten, UsageSink
 from gateway.usage.store import USAGE_FILE, UsageStore
 
 FLUSH_SECONDS = 0.25
-CHUNK = 64  # records between two breaths
+CHUNK = 256  # records between two breaths: at most a millisecond
 MAX_QUEUED = 100_000  # records that wait for the thread
 CLOSE_SECONDS = 10.0
 
