@@ -277,7 +277,7 @@ class _Call:
             if self.bill is not None:
                 self.bill.address = ""  # whoever was tried before can't have begun
             try:
-                backend = router.claim(self.model, who.user, tried, inbound.body)
+                backend = router.claim(self.model, who.user, tried, inbound.body, who.priority)
                 if backend is None:
                     backend = await self._wait(inbound, who, tried)
             except ApiError as error:
@@ -297,7 +297,7 @@ class _Call:
                     raise failure from None
                 self.repeated = self.repeated or not error.untouched
             finally:
-                backend.release()
+                backend.release(who.priority)
             tried.add(backend.target.id)
             router.refresh()  # a worker that refuses has probably been replaced just now
         raise failure or errors.model_unavailable(self.model)
