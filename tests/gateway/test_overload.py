@@ -64,7 +64,7 @@ async def queued(rig: Rig, *requests: Any) -> list[asyncio.Task[httpx.Response]]
 
 def order(worker: FakeWorker, start: int) -> list[str]:
     """The names that requests from number `start` on carried."""
-    return [seen.headers["traceparent"] for seen in worker.requests[start:]]
+    return [seen.headers["accept"] for seen in worker.requests[start:]]
 
 
 async def test_a_worker_never_gets_more_than_it_can_take(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ async def test_a_request_says_how_long_it_can_wait(tmp_path: Path) -> None:
         worker = rig.workers[0]
         (patient, hasty) = await queued(
             rig,
-            rig.post(headers={"traceparent": "patient"}),
-            rig.post(headers={"traceparent": "hasty", "x-request-timeout": "20"}),
+            rig.post(headers={"accept": "patient"}),
+            rig.post(headers={"accept": "hasty", "x-request-timeout": "20"}),
         )
         response = await rig.post(headers={"x-request-timeout": "0.2"})
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
@@ -225,7 +225,7 @@ async def test_interactive_requests_go_before_batch_which_is_shed_first(
     async with saturable(tmp_path, **KEYS, queue={"size": 4}) as rig:
 
         def post(priority: str, name: str) -> Any:
-            return rig.post(headers={**keys[priority], "traceparent": name})
+            return rig.post(headers={**keys[priority], "accept": name})
 
         worker = rig.workers[0]
         body = {"model": "m", "stream": True, "fake": {"do": "sse", "gate_at": 1}}
