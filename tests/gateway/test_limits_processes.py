@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.cli import main as pagefleet
+from tests.conftest import ROOT
 from tests.gateway.redis_server import RedisServer, running, watched
 from tests.gateway.rig import CHAT, Rig, target, until
 
@@ -259,17 +260,19 @@ async def test_gateways_start_without_redis_and_find_it_later(tmp_path: Path) ->
             server.kill()
 
 
-async def test_a_redis_user_who_may_not_use_script(tmp_path: Path) -> None:
-    with running(tmp_path / "redis") as server:
-        with server.client() as client:
-            client.execute_command(
-                "ACL", "SETUSER", "limits", "on", ">secret", "~*", "&*", "+@all", "-script"
-            )
-        url = f"unix://limits:secret@{server.socket}"
+async def test_a_redis_user_with_the_rights_that_the_page_names(tmp_path: Path) -> None:
+    """Among them is no SCRIPT."""
+    (rights,) = re.findall(r"`ACL SETUSER ([^`]*)`", (ROOT / "docs" / "operations.md").read_text())
+    with running(tmp_path / "redis") as server, server.client() as redis:
+        redis.execute_command("ACL", "SETUSER", *rights.replace("PASSWORD", "secret").split())
+        url = f"unix://{rights.split()[0]}:secret@{server.socket}"
         async with gateways(made(tmp_path), 1, **limits({"qps": 0.01, "burst": 3}, url)) as fleet:
             (client,) = fleet.clients
             assert [(await ask(client)).status_code for _ in range(5)] == [200] * 3 + [429] * 2
             assert not await degraded(client)
+            command(tmp_path / "fleet", "set", "user", "ann", "--qps", "none")
+            await until(lambda: redis.hlen("pagefleet:{limits}:set") == 1)
+            assert (await ask(client)).status_code == 200
         assert "secret" not in fleet.log()
 
 
