@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 from contracts.errors import ApiError, unavailable
 from contracts.units import format_duration
-from gateway.asgi import Headers
 from gateway.limits import Granted, Kind, Limiter, MemoryLimiter, Policy, Refused, Scope, Unavailable
 from gateway.limits.estimate import reservation
 from gateway.limits.live import LiveOverrides
@@ -21,6 +20,7 @@ _NAMES = {
     kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
     for kind in (Kind.REQUESTS, Kind.TOKENS)
 }
+_LINES = {kind: b"%b: %%d\r\n%b: %%d\r\n%b: %%b\r\n" % names for kind, names in _NAMES.items()}
 _WITHOUT_TOKENS = (b"/tokenize", b"/detokenize")  # nothing is generated there
 
 
@@ -115,16 +115,14 @@ class Admission:
         raise _unchecked(answer)
 
 
-def limit_headers(granted: Granted) -> Headers:
-    """`x-ratelimit-*`: where the limit stands that has the least left, of requests and of tokens."""
-    headers: Headers = []
+def limit_lines(granted: Granted) -> bytes:
+    """Headers `x-ratelimit-*`: where the limit stands that has the least left, of requests and of tokens."""
+    lines = b""
     for quota in granted.tightest():
         if quota is not None:
-            limit, remaining, reset = _NAMES[quota.kind]
-            headers.append((limit, b"%d" % quota.limit))
-            headers.append((remaining, b"%d" % quota.remaining))
-            headers.append((reset, format_duration(quota.reset).encode()))
-    return headers
+            reset = format_duration(quota.reset).encode()
+            lines += _LINES[quota.kind] % (quota.limit, quota.remaining, reset)
+    return lines
 
 
 def _over_limit(refused: Refused) -> ApiError:

@@ -17,9 +17,14 @@ JSON = b"application/json"
 
 
 async def send_bytes(
-    send: Send, status: int, body: bytes, content_type: bytes, headers: Headers | None = None
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes,
+    headers: Headers | None = None,
+    lines: bytes = b"",
 ) -> None:
-    """One complete answer with its length."""
+    """One complete answer with its length. `lines`: more headers, as whole lines."""
     await send(
         {
             "type": "http.response.start",
@@ -29,6 +34,7 @@ async def send_bytes(
                 (b"content-length", b"%d" % len(body)),
                 *(headers or []),
             ],
+            "lines": lines,
         }
     )
     await send({"type": "http.response.body", "body": body})

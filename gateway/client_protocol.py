@@ -71,6 +71,8 @@ class ClientProtocol(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None  # runs the exchanges
         self._started: asyncio.Future[None] | None = None
         self._gone = False
+        self._default_headers: Headers | None = None
+        self._default_lines = b""
         self._asked = False  # a request has begun that isn't whole yet
         self._head_open = True
         self._refused = False
@@ -277,8 +279,12 @@ class ClientProtocol(asyncio.Protocol):
     # --- for the exchange
 
     @property
-    def default_headers(self) -> Headers:
-        return self._server_state.default_headers
+    def default_lines(self) -> bytes:
+        headers = self._server_state.default_headers  # uvicorn makes a new list every second
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        return self._default_lines
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)

@@ -81,8 +81,8 @@ class Connection(asyncio.Protocol):
 
     def _forget_exchange(self) -> None:
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.content_length: bytes | None = None
+        self.lines = b""
+        self.content_length: int | None = None
         self.head_at = 0.0
         self.content_type = b""
         self.refused = b""
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(body)
 
     async def head(self) -> None:
-        """Waits until `status` and `headers` are there."""
+        """Waits until `status` and `lines`, the headers that go on to the client, are there."""
         while not self._head_done:
             if self._error is not None:
                 raise self._error
@@ -261,17 +261,17 @@ class Connection(asyncio.Protocol):
             self.usage = value
         else:
             if name == b"content-length":
-                self.content_length = value
+                self.content_length = int(value)
             elif name == b"content-type":
                 self.content_type = value
-            self.headers.append((name, value))
+            self.lines += b"%b: %b\r\n" % (name, value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
             if status == 101:
                 raise ValueError("the worker switched protocols")
-            self.headers = []
+            self.lines = b""
             return
         framed = self._chunked or self.content_length is not None or status in (204, 304)
         if not framed:  # would end with the connection, and a crash would look like the end

@@ -16,9 +16,12 @@ NDJSON = (b"application/x-ndjson", b"application/jsonl", b"application/ndjson")
 StreamFormat = Literal["sse", "ndjson"]
 
 
-async def send_error(send: Send, error: ApiError, headers: Headers | None = None) -> None:
+async def send_error(send: Send, error: ApiError, headers: Headers | None = None, lines: bytes = b"") -> None:
+    """`lines`: more headers, as whole lines."""
     own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in error.headers.items()]
-    await send_bytes(send, error.status, msgspec.json.encode(error.body()), JSON, own + (headers or []))
+    await send_bytes(
+        send, error.status, msgspec.json.encode(error.body()), JSON, own + (headers or []), lines
+    )
 
 
 def stream_format(content_type: bytes) -> StreamFormat | None:

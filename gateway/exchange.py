@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Wire(Protocol):
-    """What an exchange needs of the connection it is on. `default_headers`: those of every answer."""
+    """What an exchange needs of the connection it is on. `default_lines`: headers of every answer."""
 
     loop: asyncio.AbstractEventLoop
     write_paused: bool
 
     @property
-    def default_headers(self) -> Headers: ...
+    def default_lines(self) -> bytes: ...
     def write(self, data: bytes) -> None: ...
     async def drain(self) -> None: ...
     def close(self) -> None: ...
@@ -149,7 +149,7 @@ class Exchange:
         if self.disconnected:
             return
         if message["type"] == "http.response.start":
-            self._begin(message["status"], message["headers"])
+            self._begin(message["status"], message["headers"], message.get("lines", b""))
         else:
             self._write(message["body"], message.get("more_body", False))
 
@@ -160,29 +160,36 @@ class Exchange:
             self._write(piece, True)
         return not self._wire.write_paused
 
-    def _begin(self, status: int, headers: Headers) -> None:
-        if self.started:
-            raise RuntimeError("two heads for one request")
-        lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        for name, value in (*self._wire.default_headers, *headers):
+    def _begin(self, status: int, headers: Headers, lines: bytes) -> None:
+        length, own = None, []
+        for name, value in headers:
             if name == b"content-length":
-                self._left = int(value)
+                length = int(value)
             elif name == b"connection":
                 self.keep_alive = False  # this gateway says nothing but "close" with it
                 continue
-            lines.append(b"%b: %b\r\n" % (name, value))
+            own.append(b"%b: %b\r\n" % (name, value))
+        block = b"".join(own)
+        if block.count(b"\n") != len(own) or block.count(b"\r") != len(own) or b"\0" in block:
+            raise RuntimeError("a header would have become two")
+        self.begin(status, block + lines, length)
+
+    def begin(self, status: int, lines: bytes, length: int | None) -> None:
+        """The answer's head, without waiting. `lines`: whole header lines, known to be good, that say nothing
+        of the connection; `length`: what they say of the body's, None: nothing."""
+        if self.started:
+            raise RuntimeError("two heads for one request")
+        self.started = True
+        pieces = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status, self._wire.default_lines, lines]
         if self.scope["method"] == "HEAD" or status in _BODILESS:
             self._bodiless = True
-        elif self._left < 0 and self.scope["http_version"] == "1.1":  # 1.0: the connection's end ends it
+        elif length is not None:
+            self._left = length
+        elif self.scope["http_version"] == "1.1":  # in 1.0 the connection's end ends a body without length
             self._chunked = True
-            lines.append(b"transfer-encoding: chunked\r\n")
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
-            raise RuntimeError("a header would have become two")
-        self.started = True
-        self._head = head + b"\r\n"
+            pieces.append(b"transfer-encoding: chunked\r\n")
+        pieces.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = b"".join(pieces)
 
     def _write(self, body: bytes, more: bool) -> None:
         if not self.started or self.complete:

@@ -16,12 +16,12 @@ from typing import Protocol
 from urllib.parse import quote
 
 from contracts.errors import ApiError
-from contracts.headers import PRIORITY, QUEUE_FULL, REQUEST_ID, SERVED_MODEL, SERVED_TARGET
+from contracts.headers import PRIORITY, QUEUE_FULL, REQUEST_ID
 from contracts.usage import Usage
 from gateway import errors
 from gateway.accounting import Bill, UsageCollector
-from gateway.admission import Admission, limit_headers
-from gateway.asgi import Headers, Message, Receive, Scope, Send
+from gateway.admission import Admission, limit_lines
+from gateway.asgi import Message, Receive, Scope, Send
 from gateway.connection import Connection, Timeouts, UpstreamError
 from gateway.exchange import Exchange
 from gateway.identity.authenticator import Authenticator
@@ -45,8 +45,6 @@ LINGER_BYTES = 8 * 1024**2
 LINGER_SECONDS = 2.0
 
 _REQUEST_ID = REQUEST_ID.encode()
-_MODEL = SERVED_MODEL.encode()
-_TARGET = SERVED_TARGET.encode()
 _QUEUE_FULL = QUEUE_FULL.encode()
 _CLASS = {name: f"{PRIORITY}: {name}\r\n".encode() for name in CLASSES}
 
@@ -117,7 +115,7 @@ class Proxy:
                 await call.refuse(error)
             else:
                 call.status, call.code = error.status, error.code
-                await _refuse_unread(receive, send, error, call.own_headers())
+                await _refuse_unread(receive, send, error, call.own_lines())
         except asyncio.CancelledError:
             if not call.started:
                 await call.refuse(errors.shutting_down())
@@ -183,18 +181,19 @@ class _Call:
         self.trace: Trace | None = None  # when it is sampled
         self.repeated = False  # it went to a second worker though a first may have begun
 
-    def own_headers(self) -> Headers:
-        headers = [(_REQUEST_ID, self.head.request_id)]
-        if self.granted is not None:
-            headers += limit_headers(self.granted)
-        if self.backend is not None:
-            headers += [(_MODEL, self.model.encode("latin-1", "replace")), (_TARGET, self.backend.label)]
-        return headers
+    def own_lines(self) -> bytes:
+        """The headers of an answer that are the gateway's own."""
+        return b"%b: %b\r\n%b%b" % (
+            _REQUEST_ID,
+            self.head.request_id,
+            b"" if self.granted is None else limit_lines(self.granted),
+            b"" if self.backend is None else self.backend.lines,
+        )
 
     async def refuse(self, error: ApiError) -> None:
         self.status, self.code = error.status, error.code
         self.unserved = error.status == 503
-        await errors.send_error(self.send, error, self.own_headers())
+        await errors.send_error(self.send, error, lines=self.own_lines())
 
     def record(self) -> None:
         target = self.backend.target.id if self.backend is not None else ""
@@ -395,14 +394,14 @@ class _Call:
         self.started = True
         self.status = connection.status
         self.unserved = connection.status == 503
-        headers = connection.headers + self.own_headers()
+        lines = connection.lines + self.own_lines()
         stream = None
         if connection.content_length is None:
             stream = errors.stream_format(connection.content_type)
         if stream is not None:
-            headers.append((b"x-accel-buffering", b"no"))
+            lines += b"x-accel-buffering: no\r\n"
         self.overhead = time.perf_counter() - self.ready - self.waited
-        await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+        self.exchange.begin(connection.status, lines, connection.content_length)
         if stream is not None and not connection.pending:  # the first token may take long: the head goes now
             await send({"type": "http.response.body", "body": b"", "more_body": True})
         try:
@@ -433,7 +432,7 @@ class _Call:
             await self.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-async def _refuse_unread(receive: Receive, send: Send, error: ApiError, headers: Headers) -> None:
+async def _refuse_unread(receive: Receive, send: Send, error: ApiError, lines: bytes) -> None:
     """Answers before the body was read, drops what still comes for a moment, then closes the connection.
 
     Closing at once would reset it, and a client that is still sending would never see the answer.
@@ -442,7 +441,7 @@ async def _refuse_unread(receive: Receive, send: Send, error: ApiError, headers:
     async def send_open(message: Message) -> None:
         await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
-    await errors.send_error(send_open, error, [*headers, (b"connection", b"close")])
+    await errors.send_error(send_open, error, [(b"connection", b"close")], lines)
     dropped = 0
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):

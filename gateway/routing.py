@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from contracts.errors import ApiError, model_not_found
+from contracts.headers import SERVED_MODEL, SERVED_TARGET
 from gateway import affinity
 from gateway.errors import model_starting, model_unavailable
 from gateway.fleet.state import FULL_WEIGHT, Routes, RoutesFile, Target
@@ -54,11 +55,16 @@ class Backend:
     inflight: int = 0
     by_class: list[int] = field(default_factory=lambda: [0] * len(CLASSES))
     limit: int = NO_LIMIT
-    label: bytes = field(init=False)
+    lines: bytes = field(init=False)  # headers that tell a client who served it
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.label = self.target.id.encode("latin-1", "replace")
+        self.lines = b"%b: %b\r\n%b: %b\r\n" % (
+            SERVED_MODEL.encode(),
+            self.model.encode("latin-1", "replace"),
+            SERVED_TARGET.encode(),
+            self.target.id.encode("latin-1", "replace"),
+        )
         self.seed = affinity.seed_of(self.target.slot)
 
     def refused_as_full(self) -> None:

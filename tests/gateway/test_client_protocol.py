@@ -79,7 +79,7 @@ class Wire:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.write_paused = False
-        self.default_headers: Headers = [(b"date", b"today")]
+        self.default_lines = b"date: today\r\n"
         self.written: list[bytes] = []
         self.closed = False
         self.answers = 0
