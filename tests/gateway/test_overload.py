@@ -229,7 +229,7 @@ async def test_interactive_requests_go_before_batch_which_is_shed_first(
 
         worker = rig.workers[0]
         body = {"model": "m", "stream": True, "fake": {"do": "sse", "gate_at": 1}}
-        streams = [asyncio.create_task(rig.post(body, headers=keys["normal"])) for _ in range(9)]
+        streams = [asyncio.create_task(rig.post(body, headers=keys["high"])) for _ in range(9)]
         await until(lambda: rig.inflight() == 9)
         tasks = await queued(
             rig, post("low", "batch1"), post("low", "batch2"), post("normal", "normal"), post("high", "high")
@@ -243,6 +243,23 @@ async def test_interactive_requests_go_before_batch_which_is_shed_first(
         worker.gate.set()
         await asyncio.gather(*streams, *tasks, urgent)
         assert order(worker, 9) == ["high", "urgent", "normal", "batch1"]
+
+
+async def test_batch_work_in_the_worker_keeps_no_interactive_request_in_the_gateway(
+    tmp_path: Path, keys: dict[str, dict[str, str]]
+) -> None:
+    """What the worker has of batch work is the worker's to put back."""
+    async with saturable(tmp_path, **KEYS) as rig:
+        body = {"model": "m", "stream": True, "fake": {"do": "sse", "gate_at": 1}}
+        streams = [asyncio.create_task(rig.post(body, headers=keys["low"])) for _ in range(9)]
+        await until(lambda: rig.inflight() == 9)
+        (batch,) = await queued(rig, rig.post(headers=keys["low"]))
+        assert (await rig.post(headers=keys["high"])).status_code == 200
+        assert (await rig.post(headers=keys["normal"])).status_code == 200
+        assert not batch.done()
+        rig.workers[0].gate.set()
+        await asyncio.gather(*streams, batch)
+        assert backend(rig).by_class == [0, 0, 0]
 
 
 async def test_load_far_above_capacity_is_served_at_full_rate_and_told_the_truth(tmp_path: Path) -> None:
