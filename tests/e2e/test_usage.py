@@ -32,7 +32,8 @@ def issuer() -> Iterator[Issuer]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, issuer: Issuer) -> Iterator[Fleet]:
     auth = {"mode": "oidc", "issuer": issuer.url, "audience": AUDIENCE}
-    running = Fleet(tmp_path_factory.mktemp("usage"), auth=auth, audit={"file": "logs/audit.jsonl"})
+    settings = {"auth": auth, "audit": {"file": "logs/audit.jsonl"}, "processes": 2}
+    running = Fleet(tmp_path_factory.mktemp("usage"), **settings)
     yield running
     if running.process.poll() is None:
         running.process.send_signal(signal.SIGINT)
@@ -124,6 +125,21 @@ def test_tokens_are_those_that_the_worker_counted(fleet: Fleet, client: httpx.Cl
     assert "key_id" not in line
 
 
+def test_processes_of_a_gateway_write_the_same_files(fleet: Fleet, issuer: Issuer) -> None:
+    """Each new connection may go to the other one; the beginning of a request's id is its process's."""
+    headers, ids = bearer(issuer.token(sub="carol")), set()
+    for _ in range(20):
+        answer = httpx.post(
+            fleet.url + COMPLETIONS, json=body(max_tokens=1), headers=headers, trust_env=False
+        )
+        assert answer.status_code == 200
+        ids.add(answer.headers["x-request-id"])
+    assert len({name.rpartition("-")[0] for name in ids}) == 2
+    until(lambda: sum(row["requests"] for row in usage_of(fleet, "--user", "carol")) == 20)
+    assert usage_of(fleet, "--user", "carol")[0]["completion_tokens"] == 20
+    assert {line["request_id"] for line in audit_of(fleet, "--user", "carol")} == ids
+
+
 def test_refusals_are_written_down(fleet: Fleet, client: httpx.Client, issuer: Issuer) -> None:
     key = fleet.key("--model", "tiny", "--qps", "0.001", "--burst", "1")
     asked = [
@@ -167,13 +183,21 @@ def test_nothing_secret_is_written_anywhere(fleet: Fleet, client: httpx.Client, 
     fleet.process.send_signal(signal.SIGINT)
     rest, _ = fleet.process.communicate(timeout=60)
     assert fleet.process.returncode == 0
-    assert audit_of(fleet)[-1]["request_id"] == ended  # nothing is lost at an orderly stop
+    assert ended in {line["request_id"] for line in audit_of(fleet)}  # nothing is lost at an orderly stop
 
     with sqlite3.connect(fleet.state / "usage.db") as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     files = [path for path in fleet.directory.rglob("*") if path.is_file() and path.parent.name != "model"]
     names = {path.name for path in files}
-    assert {"gateway.log", "tiny-0.log", "keys.db", "usage.db", "audit.jsonl", "fleet.json"} <= names
+    assert {
+        "gateway0.log",
+        "gateway1.log",
+        "tiny-0.log",
+        "keys.db",
+        "usage.db",
+        "audit.jsonl",
+        "fleet.json",
+    } <= names
     written = b"".join(path.read_bytes() for path in files)
     everything = written + (fleet.output + rest + metrics + "".join(answers)).encode()
     assert b"alice" in everything
