@@ -106,7 +106,8 @@ class AuditFile:
         for number in range(self._keep - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(rotated(self.path, number), rotated(self.path, number + 1))
-        os.replace(self.path, rotated(self.path, 1))
+        with contextlib.suppress(FileNotFoundError):  # moved away by logrotate just now
+            os.replace(self.path, rotated(self.path, 1))
         self.close()
 
 

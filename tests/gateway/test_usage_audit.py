@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -200,9 +201,10 @@ def test_several_processes_write_and_rotate_one_file(tmp_path: Path) -> None:
     processes = [subprocess.Popen([*argv, name]) for name in "xyz"]
     moved = 0
     while any(process.poll() is None for process in processes):  # and logrotate, with `create` or without
-        if path.exists() and moved < 20:
-            os.replace(path, tmp_path / f"moved{moved}")
-            moved += 1
+        with contextlib.suppress(FileNotFoundError):
+            if moved < 20:
+                os.replace(path, tmp_path / f"moved{moved}")
+                moved += 1
         time.sleep(0.05)
     assert [process.wait() for process in processes] == [0, 0, 0]
     lines = b"".join(p.read_bytes() for p in tmp_path.iterdir()).splitlines()
