@@ -58,7 +58,7 @@ class NginxOptions:
     key: str | None = None
     upstreams: tuple[str, ...] = ()
     max_fails: int = 3
-    fail_timeout: float = 10.0
+    fail_timeout: int = 10
     user_id: Literal["drop", "client"] = "drop"
     htpasswd: str | None = None
     monitoring: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ def render(fleet: FleetFile, options: NginxOptions, routes: RoutesFile | None = 
         tls=options if options.certificate else None,
         server_names=options.server_names,
         max_fails=options.max_fails,
-        fail_timeout=duration(options.fail_timeout),
+        fail_timeout=f"{options.fail_timeout}s",
         access_log=options.access_log,
         htpasswd=options.htpasswd,
         max_body=fleet.gateway.max_body,
