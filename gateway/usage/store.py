@@ -131,6 +131,7 @@ class UsageStore:
             return self._db
         self.close()
         if create and not self._path.exists():
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             sqlite_file.make(self._path, _SCHEMA)
         db = sqlite_file.connect(self._path, BUSY_SECONDS)
         try:

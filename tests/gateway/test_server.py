@@ -204,7 +204,8 @@ def processes(rig: Rig) -> Iterator[Start]:
     )
     listener = socket.create_server(("127.0.0.1", 0))
     rig.port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "gateway", "--config", config, "--routes", rig.path]
+    command = [sys.executable, "-m", "gateway", "--config", config, "--state-dir", rig.folder]
+    command += ["--routes", rig.path]
     children = []
 
     def start(*options: str) -> subprocess.Popen[bytes]:

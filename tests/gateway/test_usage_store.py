@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -117,13 +118,13 @@ def test_a_busy_file_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
-    path = tmp_path / USAGE_FILE
+    """And its directory with it."""
+    path = tmp_path / "state" / USAGE_FILE
     running = started(None, path)
     running.add(record())
     until(path.exists)
     time.sleep(0.1)
-    for file in tmp_path.iterdir():
-        file.unlink()
+    shutil.rmtree(path.parent)
     running.add(record(user="bob"))
     running.close()
     assert [total.group for total in totals(path, "user")] == [("bob",)]
