@@ -61,13 +61,11 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         address: str,
-        on_made: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
     ) -> None:
         self.address = address
         self.reused = False
         self.closed = False
-        self._on_made = on_made
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
@@ -199,7 +197,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
         if not self._busy:

@@ -55,13 +55,15 @@ class Upstream:
             raise UpstreamError("connect", f"no connection within {timeout:g} s", untouched=True) from None
         except OSError as error:
             raise UpstreamError("connect", f"connection refused: {error}", untouched=True) from None
+        if not connection.closed:
+            self._open.add(connection)  # only now: one whose making is cancelled never hears of its own end
         return connection
 
     async def _connect(self, address: str) -> Connection:
         loop = asyncio.get_running_loop()
 
         def create() -> Connection:
-            return Connection(address, self._open.add, self._forget)
+            return Connection(address, self._forget)
 
         target = parse_address(address)
         if isinstance(target, tuple):  # both event loops set TCP_NODELAY themselves
