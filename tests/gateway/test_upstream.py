@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -288,3 +289,17 @@ def test_addresses() -> None:
     assert parse_address("unix:/run/w.sock") == "/run/w.sock"
     assert parse_address("http://127.0.0.1:9001") == ("127.0.0.1", 9001)
     assert parse_address("http://[::1]:9001") == ("::1", 9001)
+
+
+async def test_a_connection_whose_making_is_cancelled_leaves_nothing(
+    upstream: Upstream, worker: FakeWorker
+) -> None:
+    for turns in range(8):
+        for _ in range(5):
+            making = asyncio.create_task(upstream.connect(worker.address, 1))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            making.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                (await making).close()
+    await until(lambda: not upstream.open_connections and not worker.connections)
