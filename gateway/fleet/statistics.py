@@ -6,7 +6,9 @@ Why these: gateway/fleet/judge.py.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate
 
 BUCKETS_PER_DOUBLING = 16
 SHORTEST = 1e-5  # seconds; whatever is shorter counts as that
@@ -45,11 +47,20 @@ def quantile(times: dict[int, int], share: float) -> float | None:
 
 def median_ratio(canary: dict[int, int], primary: dict[int, int]) -> float:
     """The median of canary/primary over all pairs of samples (Hodges-Lehmann, of the logarithms)."""
-    pairs: dict[int, int] = {}
-    for one, count in canary.items():
-        for other, times in primary.items():
-            pairs[one - other] = pairs.get(one - other, 0) + count * times
-    return float(2.0 ** (quantile_bucket(pairs, 0.5) / BUCKETS_PER_DOUBLING))
+    buckets = sorted(primary)
+    up_to = [0, *accumulate(primary[bucket] for bucket in buckets)]
+    half = sum(canary.values()) * up_to[-1] / 2
+
+    def reaches_half(shift: int) -> bool:
+        """Whether at most `shift` buckets lie between canary and primary in half of all pairs."""
+        return half <= sum(
+            count * (up_to[-1] - up_to[bisect_left(buckets, bucket - shift)])
+            for bucket, count in canary.items()
+        )
+
+    shifts = range(min(canary) - buckets[-1], max(canary) - buckets[0] + 1)
+    shift = shifts[bisect_left(shifts, True, key=reaches_half)]
+    return float(2.0 ** (shift / BUCKETS_PER_DOUBLING))
 
 
 def rank_sum(

@@ -117,7 +117,7 @@ class Stopped(Fact, frozen=True, kw_only=True, tag=True):
 
 
 class PrimaryCrashed(Fact, frozen=True, kw_only=True, tag=True):
-    """Its supervision starts it again, unless it is the one that leaves."""
+    """Its supervision starts it again, unless it has been told to drain or to stop."""
 
     reason: str = ""
 
@@ -219,7 +219,10 @@ class CutStreams(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Stop(Action, frozen=True, kw_only=True, tag=True):
-    """TERM, KILL of the group, wait for memory. → Stopped, also when there was nothing."""
+    """TERM, KILL of the group, wait for memory. → Stopped, also when there was nothing.
+
+    What it still has in flight has outlived the drain limit; it counts as cut.
+    """
 
     side: Side
 

@@ -181,7 +181,7 @@ def _tick(rollout: Rollout, fact: e.Tick, now: float) -> Step:
         return ignore(rollout)
     match rollout.phase:
         case "checking" | "warming" | "proving":
-            reason = f"the standby wasn't proven within {PROVE_WITHIN:g} s of loading"
+            reason = f"{rollout.phase} the standby took more than {PROVE_WITHIN:g} s"
             return roll_back(rollout, "rolled_back", now, reason)
         case "clearing" if not _held_back(rollout):
             return enter(rollout, "cutting", now, "the drain limit is over: streams are ended")

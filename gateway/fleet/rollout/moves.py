@@ -18,7 +18,7 @@ from gateway.fleet.rollout.model import (
 )
 from gateway.fleet.state import FULL_WEIGHT
 
-PROVE_WITHIN = 600.0  # seconds, from loaded to proven
+PROVE_WITHIN = 600.0  # seconds that each part of the proof may take
 CUT_WITHIN = 30.0  # seconds that a worker may take to end its streams when told to
 
 Step = tuple[Rollout, tuple[e.Action, ...]]
@@ -79,27 +79,34 @@ def ignore(rollout: Rollout) -> Step:
 
 
 def again(rollout: Rollout, now: float, what: str, **changes: Any) -> Step:
-    """The same phase from its beginning; a step's interval starts anew."""
-    if rollout.phase == "judging":
-        changes["due"] = now + rollout.options.hold
-    rollout = _log(rollout, now, what, **changes)
+    """The same phase from its beginning, a step's interval too. Users in flight get no more time by that."""
+    rollout = _log(rollout, now, what, **changes, due=_limit(rollout, now) or rollout.due)
     return rollout, actions_of(rollout)
 
 
+def _limit(rollout: Rollout, now: float) -> float | None:
+    """When the present phase's time is over; None: it has no time of its own."""
+    match rollout.phase:
+        case "checking" | "warming" | "proving":
+            return now + PROVE_WITHIN
+        case "judging":
+            return now + rollout.options.hold
+        case "cutting":
+            return now + CUT_WITHIN
+    return None
+
+
 def enter(rollout: Rollout, phase: Phase, now: float, what: str, **changes: Any) -> Step:
-    """Into another phase. The proof and the drain have one time limit for all their phases together."""
-    due = rollout.due if phase in ("warming", "proving", "draining") else None
-    if phase == "checking":
-        due = now + PROVE_WITHIN
-    elif phase == "judging":
-        due = now + rollout.options.hold
-    elif phase == "clearing":
-        due = now + rollout.options.drain_limit
-    elif phase == "cutting":
-        due = now + CUT_WITHIN
+    """Into another phase. The drain has one time limit from clearing on."""
     if phase in TERMINAL:
         changes |= {"outcome": phase, "ended": now, "paused": False, "suspended": False}
-    rollout = _log(rollout, now, what, phase=phase, due=due, **changes)
+    entered = _log(rollout, now, what, phase=phase, **changes)
+    due = _limit(entered, now)
+    if phase == "clearing":
+        due = now + rollout.options.drain_limit
+    elif phase == "draining":
+        due = rollout.due
+    rollout = msgspec.structs.replace(entered, due=due)
     if phase == "proven":
         return go_on(rollout, now)
     return rollout, actions_of(rollout)
