@@ -23,6 +23,7 @@ WORKER_ALLOWED = {
     "runner": {"model", "request", "ipc", "params"},
     "engine": {"runner", "weights", "model", "request", "ipc"},
     "server": {"text", "ipc", "params", "weights", "config", "model"},
+    "plan": {"engine", "weights"},
     "llm": {"engine", "text", "ipc", "params", "weights"},
 }
 
@@ -62,6 +63,8 @@ def test_worker_folders_import_downwards_only(folder: str):
         "worker.server.app",
         "worker.ipc.client",
         "worker.text.tokenizer",
+        "worker.engine.estimate",
+        "worker.plan",
     ],
 )
 def test_torch_stays_out_of_processes_that_do_not_compute(module: str):

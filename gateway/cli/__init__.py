@@ -17,6 +17,8 @@ _COMMANDS = {
     "limits": "gateway.cli.limits:limits",
     "usage": "gateway.cli.usage:usage",
     "audit": "gateway.cli.audit:audit",
+    "plan": "gateway.cli.plan:plan",
+    "nginx": "gateway.cli.nginx:nginx",
     "worker": "gateway.cli.process:worker",
     "gateway": "gateway.cli.process:gateway",
     "version": "gateway.cli.process:version",
@@ -49,5 +51,5 @@ def main() -> None:
     """Several language models behind one HTTP endpoint.
 
     Exit codes: 0 ok, 1 failed, 2 invalid use or configuration, 3 timed out and still running,
-    6 conflict, 7 degraded.
+    5 doesn't fit, 6 conflict, 7 degraded.
     """

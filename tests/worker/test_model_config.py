@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
@@ -129,7 +128,7 @@ def test_qwen25() -> None:
     assert not config.output_bias
     assert config.sliding_window is None
     assert config.rope.scaling is None
-    assert kv_page_bytes(config, 16, torch.bfloat16) == 2 * 28 * 4 * 16 * 128 * 2
+    assert kv_page_bytes(config, 16, 2) == 2 * 28 * 4 * 16 * 128 * 2
     assert weight_bytes(config, 2) == 15_231_233_024
 
 

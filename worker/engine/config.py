@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from contracts.options import WorkerOptions
-from worker.model.config import ModelConfig
+from worker.engine.sizes import EngineError, card_budget, resolve_sizes
 from worker.weights.source import ModelSource
-
-
-class EngineError(ValueError):
-    """The engine can't be built as asked; the message names the option to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +48,17 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
     model = source.config
     device = _device(options)
     on_gpu = device.type == "cuda"
-    dtype = _dtype(options, model, on_gpu)
-    longest = model.max_position_embeddings
-    if options.max_model_len is not None and options.max_model_len > longest:
-        raise EngineError(
-            f"max_model_len {options.max_model_len} is longer than the {longest} positions "
-            "the model was made for"
-        )
-    max_model_len = options.max_model_len or longest
-    max_num_seqs = options.max_num_seqs or (256 if on_gpu else 64)
-    tokens = options.max_num_batched_tokens or (8192 if on_gpu else 512)
-    if not options.enable_chunked_prefill:
-        tokens = max(tokens, max_model_len)
-    if tokens < max_num_seqs:
-        raise EngineError(
-            f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({max_num_seqs}): "
-            "a step must have room for a token of every sequence"
-        )
+    sizes = resolve_sizes(model, options, on_gpu)
     return EngineConfig(
         source=source,
         device=device,
-        dtype=dtype,
-        kv_dtype=dtype if options.kv_cache_dtype == "auto" else _torch_dtype(options.kv_cache_dtype),
-        max_model_len=max_model_len,
-        max_model_len_fixed=options.max_model_len is not None,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=tokens,
-        page_size=options.block_size,
+        dtype=_torch_dtype(sizes.dtype),
+        kv_dtype=_torch_dtype(sizes.kv_dtype),
+        max_model_len=sizes.max_model_len,
+        max_model_len_fixed=sizes.max_model_len_fixed,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        page_size=sizes.page_size,
         prefix_cache=options.enable_prefix_caching,
         chunked_prefill=options.enable_chunked_prefill,
         enforce_eager=options.enforce_eager,
@@ -112,14 +92,6 @@ def _device(options: WorkerOptions) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _dtype(options: WorkerOptions, model: ModelConfig, on_gpu: bool) -> torch.dtype:
-    if options.dtype == "auto":
-        return _torch_dtype(model.torch_dtype) if on_gpu else torch.float32
-    if not on_gpu and options.dtype != "float32":
-        raise EngineError(f"dtype {options.dtype} needs a GPU; on a CPU only float32 is fast and exact")
-    return _torch_dtype(options.dtype)
-
-
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
@@ -127,8 +99,4 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _gpu_budget(options: WorkerOptions, device: torch.device) -> int:
-    total = torch.cuda.get_device_properties(device).total_memory
-    budget = options.gpu_memory or int(total * options.gpu_memory_utilization)
-    if budget > total:
-        raise EngineError(f"gpu_memory {budget} bytes is more than the card's {total}")
-    return budget
+    return card_budget(options, torch.cuda.get_device_properties(device).total_memory)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Final, Literal, TypeGuard
 
 Architecture = Literal["llama", "qwen2", "phi3"]
 
@@ -107,9 +104,10 @@ class ModelConfig:
                     raise UnsupportedModel(f"rope {name} has {len(factors)} values, not {rot_dim // 2}")
 
 
-def kv_page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one KV page takes over all layers: keys and values of `page_size` tokens."""
-    return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * dtype.itemsize
+def kv_page_bytes(config: ModelConfig, page_size: int, itemsize: int) -> int:
+    """Bytes one KV page takes over all layers: keys and values of `page_size` tokens, `itemsize` bytes an
+    element."""
+    return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * itemsize
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
