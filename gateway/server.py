@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -190,6 +191,8 @@ def serve(
     config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
     server = GatewayServer(config, app.metrics, parent_pid)
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())
+    gc.collect()
+    gc.freeze()  # modules and settings stay: no collection walks them, which would hold up every request
     try:
         server.run(sockets=[listener])
     finally:
