@@ -35,6 +35,7 @@ from bench.proxy_process import Place, Way, fake_worker
 SAMPLE_SECONDS = 1.0
 WARM_SHARE = 0.2
 SETTLE_SECONDS = 30.0
+WARM_ABORTS, WARM_SECONDS = 100, 2.0  # the files of usage are opened when there is some
 CLEAN = ("inflight", "worker_streams", "worker_connections", "gateway_files")  # back to where they were
 _RESET = struct.pack("ii", 1, 0)
 _INFLIGHT = re.compile(r"^pagefleet_gateway_inflight\{.*\} (\S+)$", re.MULTILINE)
@@ -129,6 +130,8 @@ def soak(way_name: str, total: int, at_once: int) -> dict[str, Any]:
         place = Place(Path(folder))
         with fake_worker(place, "--pause", "0.05") as place.worker, WAYS[way_name](place) as way:
             request = request_data(1_000_000, way.headers, stream=True)
+            abort_streams(way.address, request, WARM_ABORTS, at_once, Samples(way.children[0]))
+            time.sleep(WARM_SECONDS)
             before = remains(way, place.worker)
             samples = Samples(way.children[0])
             started = time.monotonic()
