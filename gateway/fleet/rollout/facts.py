@@ -51,8 +51,6 @@ def _standby_crashed(rollout: Rollout, fact: e.StandbyCrashed, now: float) -> St
 def _standby_ended(rollout: Rollout, now: float, what: str) -> Step:
     if rollout.leaving == "standby" and rollout.phase in _LEAVING:
         return enter(rollout, "stopping", now, what)
-    if rollout.going_back:
-        return note(rollout, now, what)
     on_its_own = rollout.phase == "clearing" and not rollout.recreate  # the old version isn't fenced yet
     if on_its_own or rollout.phase in (*LADDER, "shifting", "judging"):
         return roll_back(rollout, "rolled_back", now, what)
