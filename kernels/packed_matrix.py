@@ -2,8 +2,9 @@
 
 A BLAS product packs its operands anew in every call, which costs as much as the product itself as long as
 there are few rows. oneDNN's 1 x 1 convolution takes a matrix packed beforehand: panels of P outputs,
-[N / P, K, P], P chosen for the machine. One row is no convolution that oneDNN has a fast kernel for; the same
-panels are a batch of matrices to MKL, and its batched product streams them.
+[N / P, K, P], P chosen for the machine. To MKL the same panels are a batch of matrices, and its batched
+product streams them where the convolution is slow: one row, for which oneDNN has no fast kernel (a vocabulary
+is so wide that four rows of a convolution cost less all the same), and a few rows of a small matrix.
 
 Microseconds with two threads on Zen 3 (AVX2), weights out of cache, beside W xᵀ by MKL (`linear.py`):
 
@@ -31,6 +32,7 @@ MAX_WIDTH = 64  # of a panel
 HINT = 16
 ROWS = (4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 CALL_ROWS = 24  # what a convolution costs before its rows, in rows
+SMALL, FEW_ROWS = 600_000, 16  # elements of a matrix, and rows, up to which the batched product is faster
 # A vocabulary's columns, from which fewer of them are tried: each takes a tenth of a second at the start.
 WIDE = 16384
 MOST_WIDE_ROWS = 64
@@ -50,9 +52,9 @@ class PackedMatrix:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K] times the weight transposed, plus bias [N] -> [T, N], contiguous."""
-        rows = x.shape[0]
-        if rows == 1:
-            y = self._one_row(x)
+        rows, (columns, inner) = x.shape[0], self.shape
+        if (rows == 1 and columns < WIDE) or (rows <= FEW_ROWS and columns * inner <= SMALL):
+            y = self._batched(x)
             return y if bias is None else y.add_(bias)
         sizes = _cut(rows, self._rows)
         missing = sum(sizes) - rows
@@ -63,10 +65,10 @@ class PackedMatrix:
             y = torch.cat([self._convolve(part, bias) for part in x.split_with_sizes(sizes)])
         return y[:rows] if missing else y
 
-    def _one_row(self, x: Tensor) -> Tensor:
-        panels = self._panels
-        y = torch.bmm(x.expand(len(panels), 1, -1), panels)
-        return y.view(1, -1)[:, : self.shape[0]]
+    def _batched(self, x: Tensor) -> Tensor:
+        panels, rows = self._panels, len(x)
+        y = torch.bmm(x.expand(len(panels), rows, -1), panels).transpose(0, 1).reshape(rows, -1)
+        return y if y.shape[1] == self.shape[0] else y[:, : self.shape[0]].contiguous()
 
     def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Rows as the pixels of an image one pixel high, its channels last."""
