@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--rows", default="decode,prefill,prefix,mixed,sampled")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": machine.describe(), "rates": machine.gpu_rates(), "rows": []}

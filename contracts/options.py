@@ -42,7 +42,8 @@ class WorkerOptions(BaseModel):
         None, description="Longest prompt + answer in tokens; default: what the model was made for."
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="Most sequences in one step; default: 256 on a GPU, 64 on a CPU."
+        None,
+        description="Most sequences in one step; default: 1024 on a GPU, 64 on a CPU, or the token budget.",
     )
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         None, description="Token budget of one step; default: 8192 on a GPU, 512 on a CPU."

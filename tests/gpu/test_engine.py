@@ -46,7 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 def cpu(source: str) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CausalLM, "pack", lambda model: None)  # its weights are needed as they are
-        llm = LLM(source, device="cpu", kv_cache_memory_bytes="64MiB")
+        llm = LLM(source, device="cpu", kv_cache_memory_bytes="64MiB", threads=2)
     with llm:
         for parameter in llm._engine.runner.model.parameters():
             if parameter.ndim == 2:
@@ -56,7 +56,7 @@ def cpu(source: str) -> Iterator[LLM]:
 
 
 def on_gpu(cpu: LLM, source: str, **options: object) -> LLM:
-    llm = LLM(source, device="cuda", kv_cache_memory_bytes="64MiB", **options)
+    llm = LLM(source, device="cuda", kv_cache_memory_bytes="64MiB", threads=2, **options)
     for mine, theirs in zip(llm._engine.runner.model.parameters(), cpu._engine.runner.model.parameters()):
         with torch.inference_mode():
             mine.copy_(theirs)

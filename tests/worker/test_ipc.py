@@ -205,7 +205,7 @@ async def test_the_engine_ends_when_its_server_goes():
     ("options", "message"),
     [
         ({"device": "cpu", "max_model_len": 512}, "longer than the 256 positions"),
-        ({"device": "cpu", "max_num_batched_tokens": 4}, "at least max_num_seqs"),
+        ({"device": "cpu", "max_num_seqs": 600}, "at least max_num_seqs"),
         ({"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": "1kB"}, "KV cache is too small"),
     ],
 )
