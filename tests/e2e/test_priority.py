@@ -77,13 +77,17 @@ async def test_who_leaves_the_queue_never_reaches_the_engine(tmp_path: Path, wor
     rig.route(target(f"unix:{worker.uds}"), model="tiny")
     async with rig.running():
         queue = rig.app.router.queue("tiny")
+        one = await rig.post(completion(1), "/v1/completions")
+        size = one.json()["usage"]["prompt_tokens"]
+        # So long that none ends, which would let the next one in, before all have left.
         tasks = [
-            asyncio.create_task(rig.post(completion(200), "/v1/completions", timeout=100)) for _ in range(20)
+            asyncio.create_task(rig.post(completion(700), "/v1/completions", timeout=100)) for _ in range(20)
         ]
         await until(lambda: queue.waiting >= 20 - ROWS - 1, 60)
-        before = worker.metric("prompt_tokens_total")
+        reached = size * (1 + 20 - queue.waiting)
+        await until(lambda: worker.metric("prompt_tokens_total") == reached, 60)
         for task in tasks:
             task.cancel()
         await until(lambda: queue.waiting == 0, 1)
         await until(lambda: not worker.busy(), 10)
-        assert worker.metric("prompt_tokens_total") == before
+        assert worker.metric("prompt_tokens_total") == reached
