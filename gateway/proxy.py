@@ -274,7 +274,7 @@ class _Call:
         fresh = False
         for _ in range(MAX_ATTEMPTS):
             if self.bill is not None:
-                self.bill.address = ""  # whoever was tried before can't have begun
+                self.bill.address = ""  # whoever was tried before hasn't begun, or is lost with what it knew
             try:
                 backend = router.claim(self.model, who.user, tried, inbound.body, who.priority)
                 if backend is None:

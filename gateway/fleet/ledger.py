@@ -11,11 +11,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 
+from contracts.plan import Answer, Estimate, Question
 from contracts.units import format_bytes
 from gateway.config import FleetFile
 from gateway.fleet.commands import PYTHON, Slot, slots_of
@@ -24,29 +24,6 @@ from gateway.fleet.errors import FleetError
 HOST = "host"
 GATEWAY_BYTES = 128 << 20  # of one gateway process, and of the supervisor
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one worker; `budget`: of weights, activations and pages together, None on a CPU."""
-
-    weights: int
-    activations: int
-    kv_cache: int
-    graphs: int
-    context: int
-    num_pages: int
-    page_size: int
-    max_model_len: int
-    budget: int | None
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What `worker.plan` says of one worker: an estimate, or a problem, or what it can't know."""
-
-    estimate: Estimate | None = None
-    total: int | None = None
-    problem: str | None = None
-    unknown: str | None = None
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +156,7 @@ def _place(slot: Slot, machine: Machine) -> str:
 
 def _ask(slots: Sequence[Slot], places: Sequence[str], machine: Machine) -> list[Answer]:
     """One process for all workers; a card that isn't there is answered here."""
-    questions: list[dict[str, Any]] = []
+    questions: list[Question] = []
     answers: list[Answer | None] = []
     for slot, place in zip(slots, places, strict=True):
         card = None if place == HOST else machine.cards.get(int(place.removeprefix("gpu")))
@@ -189,13 +166,13 @@ def _ask(slots: Sequence[Slot], places: Sequence[str], machine: Machine) -> list
             answers.append(Answer(problem=why))
             continue
         options = slot.entry.worker.model_dump(exclude_unset=True)
-        questions.append({"source": slot.entry.source, "options": options, "card_bytes": card})
+        questions.append(Question(slot.entry.source, options, card))
         answers.append(None)
     asked = iter(_run(questions) if questions else [])
     return [given if given is not None else next(asked) for given in answers]
 
 
-def _run(questions: list[dict[str, Any]]) -> list[Answer]:
+def _run(questions: list[Question]) -> list[Answer]:
     try:
         process = subprocess.run(
             [*PYTHON, "worker.plan"], input=msgspec.json.encode(questions), capture_output=True, timeout=120

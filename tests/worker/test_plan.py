@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from contracts.options import WorkerOptions
+from contracts.plan import Answer, Estimate, Question
 from tests.conftest import ROOT
 from worker.engine.config import EngineError, resolve
-from worker.engine.estimate import Estimate, estimate
+from worker.engine.estimate import estimate
 from worker.engine.loop import Engine
 from worker.model.shapes import parameter_shapes
-from worker.plan import Question, answer
+from worker.plan import answer
 from worker.weights.source import resolve_source
 
 TINY: dict[str, Any] = {
@@ -118,9 +120,11 @@ def test_a_process_answers_in_order_without_torch_and_network(tmp_path: Path) ->
     )
     assert result.returncode == 0, result.stderr
     good, unknown, absent, wrong = json.loads(result.stdout)
-    assert good["total"] == sum(
-        good["estimate"][n] for n in ("weights", "activations", "kv_cache", "graphs", "context")
-    )
+    told = msgspec.convert(good, Answer)
+    assert told == answer(Question(source))
+    assert told.estimate is not None
+    parts = ("weights", "activations", "kv_cache", "graphs", "context")
+    assert told.total == sum(getattr(told.estimate, part) for part in parts)
     assert "local cache" in unknown["unknown"]
     assert "none.gguf" in absent["problem"]
     assert "9999" in wrong["problem"]

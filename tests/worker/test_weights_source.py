@@ -279,7 +279,7 @@ def test_hub(hub: Hub, tmp_path: Path) -> None:
     hub.served.clear()
     found = resolve_elsewhere(tmp_path, "org/model", "org/none", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
     assert found[0] == "safetensors"
-    assert found[1].startswith("SourceError ")
+    assert found[1].startswith("NotCached ")
     assert "the local cache only: HF_HUB_OFFLINE is set" in found[1]
     assert not hub.served
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from contracts.options import WorkerOptions
+from contracts.plan import Estimate
 from worker.engine.budget import PageRequest, count_pages
 from worker.engine.sizes import ITEM_BYTES, Sizes, card_budget, resolve_sizes
 from worker.model.config import ModelConfig, kv_page_bytes
@@ -22,25 +21,6 @@ CPU_PROCESSES: Final = 640 * MIB  # interpreter and libraries of server and engi
 WORKSPACE: Final = 96 * MIB  # of matrix products and of attention's partial sums
 GRAPH_NODES: Final = 128 * MIB  # of all captured steps
 LARGEST_GRAPH: Final = 1280  # tokens, of a step with prompts
-
-
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one worker. `budget`: what weights, activations and pages may take together; None on a CPU.
-    `context` and `graphs` come on top of it."""
-
-    weights: int
-    activations: int
-    kv_cache: int
-    graphs: int
-    context: int
-    num_pages: int
-    page_size: int
-    max_model_len: int
-    budget: int | None
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.activations + self.kv_cache + self.graphs + self.context
 
 
 def estimate(model: ModelConfig, options: WorkerOptions, card_bytes: int | None) -> Estimate:

@@ -27,6 +27,10 @@ class SourceError(ValueError):
     """There is no usable model behind the source; the message says what was looked at and what to do."""
 
 
+class NotCached(SourceError):
+    """A hub id that isn't in the local cache, where the network may not be asked."""
+
+
 class SourceUnavailable(SourceError):
     """The hub, the network or the disk failed: another attempt may succeed."""
 
@@ -202,13 +206,13 @@ def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
     try:
         return fetch(match["repo"], match["file"], on_progress)
     except Exception as error:  # the library lets pass whatever the network, the disk or a mirror brings up
-        where = (
-            "the local cache only: HF_HUB_OFFLINE is set"
-            if constants.HF_HUB_OFFLINE
-            else (f"{constants.ENDPOINT} and the local cache")
-        )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        final = constants.HF_HUB_OFFLINE or isinstance(error, answers)
-        raise (SourceError if final else SourceUnavailable)(
+        kind: type[SourceError]
+        if constants.HF_HUB_OFFLINE:
+            where, kind = "the local cache only: HF_HUB_OFFLINE is set", NotCached
+        else:
+            where = f"{constants.ENDPOINT} and the local cache"
+            kind = SourceError if isinstance(error, answers) else SourceUnavailable
+        raise kind(
             f"{source}: no such path, and not found on the hub ({where}): {type(error).__name__}: {reason}"
         ) from error
