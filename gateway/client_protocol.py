@@ -80,6 +80,8 @@ class ClientProtocol(asyncio.Protocol):
         self._looked = False
         self._head_size = 0  # of the pieces before the one that is parsed
         self._piece_size = 0
+        self._body_moved = False  # in the piece that is parsed
+        self._framing_size = 0  # of the pieces since the body last moved: chunk extensions, trailers
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._due = math.inf  # loop time at which something must have come
@@ -120,6 +122,7 @@ class ClientProtocol(asyncio.Protocol):
         if self._refused:
             return
         self._piece_size = len(data)
+        self._body_moved = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -129,6 +132,10 @@ class ClientProtocol(asyncio.Protocol):
             self._refuse(errors.headers_too_large(MAX_HEAD) if too_large else errors.invalid_http())
             return
         if self._asked and not self._head_open:
+            self._framing_size = 0 if self._body_moved else self._framing_size + len(data)
+            if self._framing_size > MAX_HEAD:
+                self._refuse(errors.headers_too_large(MAX_HEAD))
+                return
             self._expect_within(self._silence)
         elif self._asked or not self._serving:
             if not self._head_size:
@@ -142,7 +149,7 @@ class ClientProtocol(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._asked = self._head_open = True
         self._looked = False
-        self._head_size = 0
+        self._head_size = self._framing_size = 0
         self._url = b""
         self._headers: Headers = []
         self._expects_continue = self._odd_coding = False
@@ -151,6 +158,8 @@ class ClientProtocol(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_open:  # a trailer: it comes too late to say who asks for what
+            return
         name = name.lower()
         self._headers.append((name, value))
         if name in _FRAMING:
@@ -173,7 +182,8 @@ class ClientProtocol(asyncio.Protocol):
             raise ValueError("not what this server speaks")
         self._head_open = False
         keep_alive = version == "1.1" and parser.should_keep_alive() and not self._leaving
-        exchange = Exchange(self, self._scope(version), keep_alive, self._expects_continue)
+        expects_continue = self._expects_continue and version == "1.1"
+        exchange = Exchange(self, self._scope(version), keep_alive, expects_continue)
         self._latest = exchange
         if not self._serving:
             self._start(exchange)
@@ -202,6 +212,7 @@ class ClientProtocol(asyncio.Protocol):
         }
 
     def on_body(self, body: bytes) -> None:
+        self._body_moved = True
         exchange = self._latest
         if exchange is not None:
             exchange.feed(body)

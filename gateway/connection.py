@@ -78,15 +78,10 @@ class Connection(asyncio.Protocol):
         self._forget_exchange()
 
     def _forget_exchange(self) -> None:
+        self._forget_head()
         self.status = 0
-        self.lines = b""
-        self.content_length: int | None = None
         self.head_at = 0.0
-        self.content_type = b""
-        self.refused = b""
-        self.usage = b""
         self.complete = False
-        self._chunked = False
         self._head_done = False
         self._any_byte = False
         self._paused = False
@@ -95,6 +90,14 @@ class Connection(asyncio.Protocol):
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], bool] | None = None
+
+    def _forget_head(self) -> None:
+        self.lines = b""
+        self.content_length: int | None = None
+        self.content_type = b""
+        self.refused = b""
+        self.usage = b""
+        self._chunked = False
 
     # --- the exchange, as the proxy sees it
 
@@ -268,7 +271,7 @@ class Connection(asyncio.Protocol):
         if status < 200:
             if status == 101:
                 raise ValueError("the worker switched protocols")
-            self.lines = b""
+            self._forget_head()  # what an interim answer says isn't the answer's
             return
         framed = self._chunked or self.content_length is not None or status in (204, 304)
         if not framed:  # would end with the connection, and a crash would look like the end

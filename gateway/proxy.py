@@ -179,6 +179,7 @@ class _Call:
         self.bill: Bill | None = None  # when somebody wants to know what it used
         self.watch: _ClientWatch | None = None
         self.trace: Trace | None = None  # when it is sampled
+        self.begun = False  # a worker may have worked on it
         self.repeated = False  # it went to a second worker though a first may have begun
 
     def own_lines(self) -> bytes:
@@ -192,7 +193,7 @@ class _Call:
 
     async def refuse(self, error: ApiError) -> None:
         self.status, self.code = error.status, error.code
-        self.unserved = error.status == 503
+        self.unserved = error.status == 503 and not self.begun
         await errors.send_error(self.send, error, lines=self.own_lines())
 
     def record(self) -> None:
@@ -273,8 +274,8 @@ class _Call:
         failure: ApiError | None = None
         fresh = False
         for _ in range(MAX_ATTEMPTS):
-            if self.bill is not None:
-                self.bill.address = ""  # whoever was tried before hasn't begun, or is lost with what it knew
+            if self.bill is not None and not self.repeated:
+                self.bill.address = ""  # whoever was tried before hasn't begun
             try:
                 backend = router.claim(self.model, who.user, tried, inbound.body, who.priority)
                 if backend is None:
@@ -286,20 +287,25 @@ class _Call:
                 refused = await self._attempt(backend, inbound, _CLASS[who.priority], ends_at, fresh)
                 if not refused:
                     return
-                failure = self._refusal(backend, refused)
+                failure = self._later(failure, self._refusal(backend, refused))
             except _StaleConnection:
                 fresh = True  # the worker had closed it; others to it are likely dead too
                 continue
             except UpstreamError as error:
-                failure = self._failure(error)
+                failure = self._later(failure, self._failure(error))
                 if not error.untouched and (error.kind != "broken" or self.repeated):
                     raise failure from None
-                self.repeated = self.repeated or not error.untouched
+                self.repeated = self.begun
             finally:
                 backend.release(who.priority)
             tried.add(backend.target.id)
             router.refresh()  # a worker that refuses has probably been replaced just now
         raise failure or errors.model_unavailable(self.model)
+
+    def _later(self, failure: ApiError | None, later: ApiError) -> ApiError:
+        """What the client hears of two failures: that it was begun, if it was, as a refusal says that nothing
+        was done."""
+        return failure if self.repeated and failure is not None else later
 
     async def _wait(self, inbound: Inbound, who: Identity, tried: set[str]) -> Backend:
         """A worker, once one has room. ApiError 503 when that would take too long."""
@@ -341,14 +347,18 @@ class _Call:
                 head_within,
                 ends_at,
             )
+            self.begun = True
             try:
                 await connection.head()
             except UpstreamError as error:
-                if error.untouched and connection.reused:
-                    raise _StaleConnection from None
+                if error.untouched:
+                    self.begun = self.repeated
+                    if connection.reused:
+                        raise _StaleConnection from None
                 raise
             self.waited += connection.head_at - asked
             if connection.status == 503 and connection.refused:
+                self.begun = self.repeated
                 return connection.refused
             if connection.status >= 500:
                 backend.health.failed()

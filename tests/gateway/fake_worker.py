@@ -319,6 +319,11 @@ class _Client(asyncio.Protocol):
         self._write(JSON_HEAD + b"\r\n{}")
         self.transport.close()
 
+    async def _do_framed_before(self) -> None:
+        """The length is an interim answer's; the answer itself has none."""
+        self._write(b"HTTP/1.1 103 Early Hints\r\ncontent-length: 2\r\n\r\n" + JSON_HEAD + b"\r\n{}")
+        self.transport.close()
+
     async def _do_no_keep_alive(self) -> None:
         self._write(JSON_HEAD + b"connection: close\r\ncontent-length: 2\r\n\r\n{}")
         self._done()

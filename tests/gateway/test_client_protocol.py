@@ -52,6 +52,49 @@ async def test_half_a_head_behind_a_running_request_does_not_end_it(
         assert b"HTTP/1.1 408" in raw  # once its turn has come
 
 
+def chunked(headers: bytes, body: bytes) -> bytes:
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%btransfer-encoding: chunked"
+    )
+    return head % headers + b"\r\n\r\n%x\r\n%b\r\n" % (len(body), body)
+
+
+async def test_trailers_say_nothing(tmp_path: Path) -> None:
+    """They come when it has been decided already who asks, and no proxy has looked at them."""
+    async with one_worker(tmp_path, limits={"default": {"qps": 0.001, "burst": 1}}) as rig:
+        trailers = b"0\r\nx-user-id: bob\r\ntraceparent: 00-%b-%b-01\r\nx-pad: 1\r\n\r\n" % (
+            b"a" * 32,
+            b"b" * 16,
+        )
+        for status in (b"200", b"429"):
+            raw = await rig.raw(chunked(b"x-user-id: ann\r\n", b'{"model":"m"}') + trailers)
+            assert raw.split(b" ")[1] == status
+        assert "traceparent" not in rig.workers[0].requests[0].headers
+
+
+@pytest.mark.parametrize(
+    "endless", [b"0\r\nx: " + b"y" * 1000, b"1;" + b"y" * 1000], ids=["trailer", "extension"]
+)
+async def test_framing_without_a_body_has_an_end(tmp_path: Path, endless: bytes) -> None:
+    async with one_worker(tmp_path) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(chunked(b"", b'{"model":"m"') + endless)
+        sent = 0
+        while sent < 200_000 and not reader.at_eof():
+            writer.write(b"y" * 1000)
+            sent += 1000
+            await asyncio.sleep(0.001)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+
+async def test_an_http_1_0_client_is_told_nothing_in_between(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        head = b"POST /v1/chat/completions HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 13\r\n\r\n"
+        assert (await rig.raw(head + b'{"model":"m"}')).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_addresses_in_every_form(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         for address in (b"/health", b"http://some.host/health", b"/%68ealth", b"/health?a=/b#c", b"//health"):

@@ -196,3 +196,20 @@ async def test_a_restart_under_load_is_never_seen(tmp_path: Path) -> None:
         await asyncio.gather(*hammers)
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.json()["served_by"] for answer in answers} == {f"g{index}" for index in range(1, 7)}
+
+
+async def test_a_refusal_after_a_loss_is_still_a_loss(tmp_path: Path) -> None:
+    """The first worker may have begun: nobody is told that nothing was done, and what was reserved stays."""
+    limits = {"default": {"tokens_per_minute": 100_000}}
+    rig = Rig(tmp_path, limits=limits, health={"max_fails": 1000})
+    await two_workers(rig)
+    async with rig.running():
+        rig.workers[0].full = True
+        left = 100_000
+        for _ in range(6):
+            response = await rig.post({"model": "m", "max_tokens": 5000, "fake": {"do": "eof"}})
+            assert (response.status_code, error_of(response)["code"]) == (502, "worker_failed")
+            rig.app.router.table.backends["m", "a.1"].limit = 100
+            assert int(response.headers["x-ratelimit-remaining-tokens"]) < left - 4000
+            left = int(response.headers["x-ratelimit-remaining-tokens"])
+        assert len(rig.workers[0].requests) == len(rig.workers[1].requests) == 6

@@ -179,7 +179,7 @@ async def test_a_worker_that_read_the_request_and_died_is_not_untouched(
     assert len(worker.requests) == 2
 
 
-@pytest.mark.parametrize("do", ["garbage", "unframed"])
+@pytest.mark.parametrize("do", ["garbage", "unframed", "framed_before"])
 async def test_what_is_no_valid_response(upstream: Upstream, worker: FakeWorker, do: str) -> None:
     error = await failure(upstream, worker, do=do)
     assert (error.kind, error.untouched) == ("protocol", False)
