@@ -198,7 +198,7 @@ class Router:
             return
         self._signature = signature
         self.table = table
-        log.info("routes: epoch %d, %d models", table.epoch, len(table.entries))
+        log.info("routes: epoch %d, models %s", table.epoch, ", ".join(table.entries) or "none")
         self._on_change(table)
         for queue in self.queues.values():
             queue.place()

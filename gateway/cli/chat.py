@@ -142,9 +142,11 @@ def _ask(client: httpx.Client, body: dict[str, Any]) -> Any:
 
 def _message(response: httpx.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])
+        message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"the gateway answered {response.status_code}"
+    keyless = response.status_code == 401 and "authorization" not in response.request.headers
+    return f"{message} Give it with --api-key, or in PAGEFLEET_API_KEY." if keyless else message
 
 
 def _user(text: str) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable
 from gateway.identity.identity import NO_LIMITS, KeyLimits
-from gateway.identity.record import checked_user
+from gateway.identity.record import KeyRecord, checked_user
 from gateway.identity.secret import id_of
 from gateway.identity.store import KEYS_FILE, KeyStore
 from gateway.limits.bounds import FIELDS, NONE, Bounds, bounds_of
@@ -147,7 +148,10 @@ def set_limits(
 @click.option("--dry-run", is_flag=True, help="Only say what would hold.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def unset(state: StateDir, kind: str, name: str | None, dry_run: bool, as_json: bool, **fields: bool) -> None:
-    """Take away what was set, all of it or the named limits; the fleet file's hold again."""
+    """Take away what was set, all of it or the named limits; the fleet file's hold again.
+
+    With --qps the burst goes too: it was that rate's.
+    """
     known = _Known(state)
     whose = known.subject(kind, name)
     named = [field for field, chosen in fields.items() if chosen] or list(FIELDS)
@@ -195,7 +199,7 @@ class _Known:
         self._state = state
         self._fleet = _fleet(state.config)
         self.has_file = self._fleet is not None
-        self._keys = _key_limits(state.root / KEYS_FILE)
+        self._keys = _key_records(state.root / KEYS_FILE)
         default = self._fleet.gateway.limits.default if self._fleet else _NO_SETTINGS
         models = {entry.name: entry.limits for entry in self._fleet.models} if self._fleet else {}
         self._models = models
@@ -250,12 +254,18 @@ class _Known:
         """The default, and everybody who has limits of their own."""
         yield Subject(DEFAULT)
         found = {Subject("model", name) for name, settings in self._models.items() if settings is not None}
-        found |= {Subject("key", key_id) for key_id, own in self._keys.items() if own != NO_LIMITS}
+        for record in self._keys.values():
+            if record.limits != NO_LIMITS and record.state(time.time()) == "active":
+                found.add(Subject("key", record.id))
         for key, entry in self.entries.items():
             kind, _, name = key.partition(":")
             if entry.bounds and kind != DEFAULT:
                 found.add(Subject(kind, name))
         yield from sorted(found, key=lambda one: (KINDS.index(one.kind), one.name))
+
+    def _limits_of(self, key_id: str) -> KeyLimits:
+        record = self._keys.get(key_id)
+        return NO_LIMITS if record is None else record.limits
 
     def set_for(self, whose: Subject) -> Bounds:
         entry = self.entries.get(subject(*whose))
@@ -266,7 +276,7 @@ class _Known:
         if whose.kind == DEFAULT:
             return bounds_of(self._default)
         if whose.kind == "key":
-            return bounds_of(self._keys.get(whose.name, NO_LIMITS))
+            return bounds_of(self._limits_of(whose.name))
         settings = self._models.get(whose.name) if whose.kind == "model" else None
         return bounds_of(settings) if settings is not None else Bounds()
 
@@ -276,7 +286,7 @@ class _Known:
         if whose.kind == "user":
             return self._table.of_user(whose.name)
         if whose.kind == "key":
-            return self._table.of_key(whose.name, self._keys.get(whose.name, NO_LIMITS))
+            return self._table.of_key(whose.name, self._limits_of(whose.name))
         return self._table.of_model(whose.name)
 
     def shown(self, whose: Subject) -> dict[str, Any]:
@@ -299,12 +309,12 @@ def _fleet(path: Path) -> FleetFile | None:
     return None
 
 
-def _key_limits(path: Path) -> dict[str, KeyLimits]:
+def _key_records(path: Path) -> dict[str, KeyRecord]:
     if not path.exists():
         return {}
     try:
         with KeyStore(path) as store:
-            return {record.id: record.limits for record in store.records()}
+            return {record.id: record for record in store.records()}
     except StoreUnusable as error:
         fail(str(error), EXIT_FAILED)
 

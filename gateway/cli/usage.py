@@ -65,7 +65,10 @@ def usage(
     groups = tuple(dict.fromkeys(groups)) or ("user", "model")
     path = state.root / USAGE_FILE
     if not path.exists():
-        fail(f"there is no usage in {state.root}; --file or --state-dir names another fleet")
+        fail(
+            f"nothing has been used yet in {state.root}, or gateway.usage is off there; --file or "
+            "--state-dir names another fleet"
+        )
     store = UsageStore(path)
     try:
         totals = store.totals(groups, since=since, until=until, user=user, key=key, model=model)

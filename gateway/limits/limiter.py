@@ -315,4 +315,4 @@ def _message(rule: Rule, named: Quota, retry_after: float | None) -> str:
         line += f": the prompt and max_tokens come to {rule.units}, {named.remaining} are left"
     if retry_after is None:
         return line + "; a request of this size never passes: shorten the prompt or lower max_tokens."
-    return line + f"; try again in {retry_after:.3g} s."
+    return line + f"; try again in {math.ceil(retry_after * 1000) / 1000:g} s."

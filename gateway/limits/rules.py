@@ -89,7 +89,8 @@ class RateRule(NamedTuple):  # made for every request that reserves tokens: a th
     def __str__(self) -> str:
         if self.kind is Kind.TOKENS:
             return f"{self.rate.amount} tokens a minute"
-        return f"{SECOND / self.rate.period:.6g} requests a second (burst {self.rate.burst})"
+        rate = f"{SECOND / self.rate.period:.6g}"
+        return f"{rate} {'request' if rate == '1' else 'requests'} a second (burst {self.rate.burst})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def test_chat_with_a_key(fleet: Fleet) -> None:
     refused = fleet.run(*question)
     assert refused.returncode == 1
     assert "An API key is needed" in refused.stderr
+    assert "--api-key" in refused.stderr
     answered = fleet.run(*question, PAGEFLEET_API_KEY=fleet.key())
     assert answered.returncode == 0, answered.stderr
 

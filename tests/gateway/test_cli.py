@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from gateway.cli import main
 from gateway.cli.display import banner, describe
 from gateway.config import load_fleet
+from gateway.fleet.admin import FleetStatus
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.fleet.unit import UnitStatus
 
@@ -112,6 +113,26 @@ def test_without_a_fleet(fleet: Path) -> None:
     assert invoke("logs", "a").exit_code == 2
     assert "not both" in invoke("status", "-f", str(fleet), "--state-dir", "x").stderr
     assert invoke("up", "none.yaml").exit_code == 2
+
+
+def test_status_watched_from_a_pipe_is_a_line_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(state: str) -> FleetStatus:
+        units = tuple(
+            UnitStatus(slot=slot, role="worker", state=state if slot == "b-0" else "ready", phase=state)
+            for slot in ("a-0", "b-0")
+        )
+        return FleetStatus(
+            supervisor=1, state_dir="", url="", started=0, stopping=False, epoch=1, units=units
+        )
+
+    answers = iter([told("starting"), told("starting"), told("ready"), None])
+    monkeypatch.setattr("gateway.cli.status.require_fleet", lambda state: next(answers))
+    monkeypatch.setattr("gateway.cli.status.ask_supervisor", lambda *arguments: next(answers))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    lines = invoke("status", "-w").stdout.splitlines()
+    assert [line.partition(" ")[2] for line in lines[:2]] == ["a-0: ready: starting", "b-0: starting"]
+    assert [line.partition(" ")[2] for line in lines[2:-1]] == ["a-0: ready", "b-0: ready"]
+    assert lines[-1] == "the fleet is down"
 
 
 def test_logs(fleet: Path) -> None:

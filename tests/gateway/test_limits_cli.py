@@ -168,3 +168,12 @@ def test_a_file_that_cant_be_used_is_no_traceback(state: StateDir) -> None:
     (state.root / FILE).write_text("{")
     for arguments in (["get"], ["set", "user", "ann", "--qps", "1"], ["unset", "user", "ann"]):
         assert "can't be read" in invoke(*arguments, code=1).stderr
+
+
+def test_dead_keys_are_not_listed(state: StateDir) -> None:
+    living, dead = made_key(state, qps=5), made_key(state, qps=6)
+    with KeyStore(state.root / KEYS_FILE, write=True) as store:
+        store.revoke([dead])
+    listed = invoke("get").stdout
+    assert living in listed
+    assert dead not in listed

@@ -297,7 +297,7 @@ async def test_what_passes_and_what_does_not(tmp_path: Path) -> None:
             for form in (path, f"/v1/..{path}", f"/v1/%2e%2e{path}", f"/v1/..%2f{path[1:]}", f"/{path}"):
                 answer = await raw_get(nginx.port, form)
                 assert answer.startswith(b"HTTP/1.1 404"), form
-                assert b"not_found" in answer
+                assert b'"route_not_found"' in answer
         assert (await client.get("/health")).status_code == 200
         sent = {"x-request-id": "mine.1", "authorization": f"Bearer {SECRET}"}
         answer = await client.post(f"{CHAT}?key={SECRET}", json={"model": "m", "x": SECRET}, headers=sent)

@@ -198,7 +198,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_usage_command(state: Path) -> None:
-    assert "there is no usage in" in invoke("usage", code=1).stderr
+    assert "nothing has been used yet in" in invoke("usage", code=1).stderr
     now = time.time()
     fill(
         state / USAGE_FILE,
