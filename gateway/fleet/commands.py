@@ -6,8 +6,10 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from contracts.options import WorkerOptions
 from gateway.config import FleetFile, ModelEntry
@@ -18,27 +20,54 @@ _LONGEST_SLUG = 40
 PYTHON = (sys.executable, "-P", "-m")
 
 
+Variant = Literal["", "b"]
+
+
 @dataclass(frozen=True)
 class Slot:
-    """A place for one worker: replica `index` of a model."""
+    """A place for one worker: replica `index` of a model.
+
+    A model's versions take turns in its two variants: while one has the slots ``NAME-0``, ``NAME-1`` …, a new
+    one starts in ``NAME-b-0`` …, and the next one after that in the first again. `entry` is what the slot
+    runs, which needn't be what the fleet file says.
+    """
 
     name: str
     entry: ModelEntry
     index: int
+    variant: Variant = ""
+
+
+def other(variant: Variant) -> Variant:
+    """The variant that a new version of the model starts in."""
+    return "" if variant else "b"
+
+
+def slugs_of(entries: Iterable[ModelEntry]) -> dict[str, str]:
+    """What the slots of each model are named after, in characters that suit file names. Slots of two models
+    never collide, in either variant."""
+    slugs: dict[str, str] = {}
+    taken: set[str] = set()
+    for entry in entries:
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
+        if not taken.isdisjoint((slug, f"{slug}-b")) or len(slug) > _LONGEST_SLUG:
+            digest = hashlib.sha256(entry.name.encode()).hexdigest()[:8]
+            slug = f"{slug[:_LONGEST_SLUG]}-{digest}"
+        taken |= {slug, f"{slug}-b"}
+        slugs[entry.name] = slug
+    return slugs
+
+
+def slots_for(entry: ModelEntry, slug: str, variant: Variant = "") -> list[Slot]:
+    """One slot per replica of a model."""
+    stem = f"{slug}-{variant}" if variant else slug
+    return [Slot(f"{stem}-{index}", entry, index, variant) for index in range(entry.replicas)]
 
 
 def slots_of(fleet: FleetFile) -> list[Slot]:
-    """One slot per replica, named after its model in characters that suit file names; names never collide."""
-    slots: list[Slot] = []
-    taken: set[str] = set()
-    for entry in fleet.models:
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
-        if slug in taken or len(slug) > _LONGEST_SLUG:
-            digest = hashlib.sha256(entry.name.encode()).hexdigest()[:8]
-            slug = f"{slug[:_LONGEST_SLUG]}-{digest}"
-        taken.add(slug)
-        slots += [Slot(f"{slug}-{index}", entry, index) for index in range(entry.replicas)]
-    return slots
+    """The slots of a whole fleet as its file says."""
+    slugs = slugs_of(fleet.models)
+    return [slot for entry in fleet.models for slot in slots_for(entry, slugs[entry.name])]
 
 
 def gateway_slots(processes: int) -> list[str]:

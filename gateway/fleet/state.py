@@ -37,13 +37,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
     """One model's document. `epoch` grows with every change; `salt` moves users to other buckets at a new
-    rollout."""
+    rollout. `hold`: no target has weight, and gateways keep requests waiting instead of refusing them."""
 
     model: str
     epoch: int
     aliases: tuple[str, ...] = ()
     rollout_id: str | None = None
     salt: str = ""
+    hold: bool = False
     targets: tuple[Target, ...] = ()
 
 

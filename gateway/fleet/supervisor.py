@@ -11,20 +11,21 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
-from contracts.options import WorkerOptions
 from gateway.config import FleetFile
 from gateway.fleet import listen, logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
 from gateway.fleet.backends.local import LocalBackend
-from gateway.fleet.commands import Commands, Slot, gateway_slots, slots_of
+from gateway.fleet.commands import Commands, Slot, gateway_slots, slots_for, slots_of, slugs_of
 from gateway.fleet.errors import EXIT_FAILED, InvalidFleet
-from gateway.fleet.probes import GatewayProbe, WorkerProbe
+from gateway.fleet.probes import GatewayProbe
 from gateway.fleet.publisher import Publisher
 from gateway.fleet.reaper import reap
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir, write_private
-from gateway.fleet.unit import StartLocks, Timing, Unit, UnitSpec, UnitStatus
+from gateway.fleet.unit import Timing, UnitSpec, UnitStatus
+from gateway.fleet.units import Units
+from gateway.fleet.workers import Workers
 
 
 class Supervisor:
@@ -48,7 +49,7 @@ class Supervisor:
         self._started = time.time()
         self._stop = asyncio.Event()
         self._quick = False
-        self._units: list[Unit] = []
+        self._units: Units | None = None
         self.state = StateDir(settings.state_dir)
         self.reaped = 0
 
@@ -60,13 +61,18 @@ class Supervisor:
             self.reaped = reap(self.state.records)
             self.state.remove_sockets()
             with self._listen() as self._listener:
-                self.state.place_sockets(slot.name for slot in self._slots)
+                self.state.place_sockets(slot.name for slot in [*self._slots, *self._other_slots()])
                 self.state.place_boards(self._gateways)
                 self._write_snapshot()
                 yield self
         finally:
             self.state.remove_sockets()
             self.state.release()
+
+    def _other_slots(self) -> list[Slot]:
+        """Those that the models' next versions start in."""
+        slugs = slugs_of(self._fleet.models)
+        return [slot for entry in self._fleet.models for slot in slots_for(entry, slugs[entry.name], "b")]
 
     def _write_snapshot(self) -> None:
         """Restarted gateways must get the fleet file as it was checked, whatever happens to it meanwhile."""
@@ -86,65 +92,50 @@ class Supervisor:
 
     @property
     def statuses(self) -> tuple[UnitStatus, ...]:
-        return tuple(unit.status for unit in self._units)
+        return self._units.statuses if self._units is not None else ()
 
     def request_stop(self, quick: bool = False) -> None:
         """Begins to stop; the second time, or with `quick`, requests in flight aren't waited for."""
         self._quick = quick or self._stop.is_set()
         self._stop.set()
-        if self._quick:
-            for unit in self._units:
-                unit.kill()
+        if self._quick and self._units is not None:
+            self._units.kill()
 
     async def run(self) -> int:
         """Runs the fleet; exit code 0 after a stop, 1 when nothing is left that could serve."""
         self._publisher = Publisher(self.state.routes, self._slots)
         with _signals(self.request_stop), LocalBackend(uuid.uuid4().hex, self.state.records) as backend:
-            self._units = self._make_units(backend)
-            for unit in self._units:
-                self._changed(unit.status)
+            self._units = units = Units(backend, self._timing, self._changed)
+            self._workers = Workers(units, self._publisher, self._commands, self.state)
             app = admin_app(self._status, self.request_stop)
             async with serve_admin(app, self.state.admin_socket):
                 try:
-                    return await self._supervise()
+                    for name in self._gateways:
+                        units.add(self._gateway_spec(name))
+                    for slot in self._slots:
+                        self._workers.add(slot)
+                    return await self._supervise(units)
                 finally:
-                    await self._shut_down()
+                    self._stop.set()
+                    await units.shut_down(self._patience)
 
-    async def _supervise(self) -> int:
-        runs = [asyncio.create_task(unit.run(), name=unit.status.slot) for unit in self._units]
+    async def _supervise(self, units: Units) -> int:
         stop = asyncio.create_task(self._stop.wait())
         housekeeping = asyncio.create_task(self._keep_house())
-        pending = {*runs, stop, housekeeping}
+        tasks: tuple[asyncio.Task[Any], ...] = (stop, housekeeping)
+        waited: set[asyncio.Future[Any]] = {*tasks, units.ended}
         try:
-            while not stop.done():
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()  # a unit's run ends only in failure; an exception here is ours
-                if self._hopeless():
-                    return EXIT_FAILED
-            return 0
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()  # an exception here is a mistake of ours
+            return 0 if stop in done else EXIT_FAILED
         finally:
-            for task in pending:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _shut_down(self) -> None:
-        """Gateway first, so that requests in flight end while their workers are still there."""
-        self._stop.set()
-        gateways = [unit for unit in self._units if unit.status.role == "gateway"]
-        workers = [unit for unit in self._units if unit.status.role == "worker"]
-        for group in (gateways, workers):
-            patience = 0.0 if self._quick else self._timing.drain + self._timing.stop_margin
-            await asyncio.gather(*(unit.stop(patience) for unit in group))
-
-    def _hopeless(self) -> bool:
-        states = {role: [s.state for s in self.statuses if s.role == role] for role in ("gateway", "worker")}
-        return any(all(state == "failed" for state in group) for group in states.values())
-
-    def _make_units(self, backend: LocalBackend) -> list[Unit]:
-        locks = StartLocks()
-        specs = [*map(self._gateway_spec, self._gateways), *map(self._worker_spec, self._slots)]
-        return [Unit(spec, backend, locks, self._timing, self._changed) for spec in specs]
+    def _patience(self) -> float:
+        return 0.0 if self._quick else self._timing.drain + self._timing.stop_margin
 
     def _gateway_spec(self, slot: str) -> UnitSpec:
         fd = self._listener.fileno()
@@ -159,26 +150,9 @@ class Supervisor:
             fds=(fd,),
         )
 
-    def _worker_spec(self, slot: Slot) -> UnitSpec:
-        return UnitSpec(
-            slot=slot.name,
-            role="worker",
-            model=slot.entry.name,
-            log=self.state.log(slot.name),
-            launch=lambda generation: self._commands.worker(
-                slot, generation, self._uds(slot.name, generation)
-            ),
-            probe=lambda generation: WorkerProbe(self._uds(slot.name, generation), slot.name, generation),
-            gpus=_gpus_of(slot.entry.worker),
-        )
-
-    def _uds(self, slot: str, generation: int) -> Path:
-        """A socket per generation: a connection to an old process can never reach a new one."""
-        return self.state.sockets / f"{slot}.{generation}.sock"
-
     def _changed(self, status: UnitStatus) -> None:
         if status.role == "worker":
-            self._publisher.update(status, f"unix:{self._uds(status.slot, status.generation)}")
+            self._workers.changed(status)
         with contextlib.suppress(OSError):  # who watched may have gone, as in `pagefleet up | head`
             self._notify(status)
 
@@ -201,7 +175,7 @@ class Supervisor:
                 if not self.state.config.exists():
                     self._write_snapshot()
             self._publisher.flush()
-            slots = [unit.status.slot for unit in self._units]
+            slots = [status.slot for status in self.statuses]
             for log in map(self.state.log, [*slots, SUPERVISOR_LOG]):
                 with contextlib.suppress(OSError):  # a full disk; the next round tries again
                     logs.rotate(log)
@@ -218,10 +192,3 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _gpus_of(options: WorkerOptions) -> tuple[int, ...]:
-    """The GPUs a worker will start on; none where there are none."""
-    if options.device == "cpu" or (options.device == "auto" and not Path("/dev/nvidiactl").exists()):
-        return ()
-    return options.gpus or (0,)

@@ -34,6 +34,7 @@ class UnitStatus(msgspec.Struct, frozen=True, kw_only=True):
     slot: str
     role: Literal["gateway", "worker"]
     model: str | None = None
+    variant: str = ""
     state: UnitState = "waiting"
     phase: str = ""
     done: float = 0
@@ -73,6 +74,7 @@ class UnitSpec:
     launch: Callable[[int], list[str]]
     probe: Callable[[int], Probe]
     model: str | None = None
+    variant: str = ""
     gpus: tuple[int, ...] = ()
     fds: tuple[int, ...] = ()
 
@@ -102,7 +104,11 @@ class _End:
 
 
 class Unit:
-    """Runs one slot. `on_change` is called with each new status, at once and in the loop's thread."""
+    """Runs one slot. `on_change` is called with each new status, at once and in the loop's thread.
+
+    `repaired`: whether the process is started again when it ends; may be changed at any time. `generation`:
+    of the slot's last process before.
+    """
 
     def __init__(
         self,
@@ -111,6 +117,8 @@ class Unit:
         locks: StartLocks,
         timing: Timing,
         on_change: Callable[[UnitStatus], None],
+        *,
+        generation: int = 0,
     ) -> None:
         self._spec = spec
         self._backend = backend
@@ -120,12 +128,20 @@ class Unit:
         self._policy = timing.policy()
         self._child: Child | None = None
         self._log_start = 0
+        self.repaired = True
         self.status = UnitStatus(
-            slot=spec.slot, role=spec.role, model=spec.model, since=time.time(), log=str(spec.log)
+            slot=spec.slot,
+            role=spec.role,
+            model=spec.model,
+            variant=spec.variant,
+            generation=generation,
+            since=time.time(),
+            log=str(spec.log),
         )
 
     async def run(self) -> None:
-        """Keeps the unit alive until it has failed for good; cancel it before `stop`."""
+        """Keeps the unit alive until it has failed for good, or has ended and isn't to be repaired; cancel it
+        before `stop`."""
         while True:
             self._set(state="waiting", pid=None)
             async with self._locks.hold(self._spec.gpus):
@@ -137,7 +153,9 @@ class Unit:
             await self._clear()
             now = time.monotonic()
             delay: float | None = ORDERLY_PAUSE
-            if not end.orderly:
+            if not self.repaired:
+                delay = None
+            elif not end.orderly:
                 delay = None if end.fatal else self._policy.after_crash(now, now - ready_at)
             words = tuple(tail(self._spec.log, _LAST_WORDS, self._log_start))
             reason = _in_its_words(end, words)
@@ -184,9 +202,14 @@ class Unit:
         self._child = child
         self._set(state="starting", phase="starting", done=0, total=0, pid=child.pid, generation=generation)
         probe = self._spec.probe(generation)
-        end = await self._await_ready(child, probe)
+        ready = False
+        try:
+            end = await self._await_ready(child, probe)
+            ready = end is None
+        finally:
+            if not ready:  # also when the start is given up
+                await probe.close()
         if end is not None:
-            await probe.close()
             await self._clear()
             return end, None
         self._set(state="ready", phase="ready", done=0, total=0, error=None, log_tail=())

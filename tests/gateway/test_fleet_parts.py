@@ -14,7 +14,7 @@ import pytest
 from contracts.options import WorkerOptions
 from gateway.config import load_fleet
 from gateway.fleet import logs
-from gateway.fleet.commands import Commands, option_flags, slots_of
+from gateway.fleet.commands import Commands, option_flags, slots_for, slots_of, slugs_of
 from gateway.fleet.listen import base_url, bind
 from gateway.fleet.reaper import MARK, Record, Records, boot_id, marked, reap, start_ticks, write_records
 from gateway.fleet.restart import RestartPolicy
@@ -22,14 +22,18 @@ from worker.config import read_config
 
 
 def test_slots_never_collide(tmp_path: Path) -> None:
-    names = ["a/b", "a-b", "a:b", "n" * 100, "n" * 99]
+    names = ["a/b", "a-b", "a:b", "n" * 100, "n" * 99, "m", "m-b", "x-b", "x"]
     path = tmp_path / "fleet.yaml"
     path.write_text(
         "models: [" + ", ".join(f"{{name: '{n}', source: o/n, replicas: 2}}" for n in names) + "]"
     )
-    slots = [slot.name for slot in slots_of(load_fleet(path))]
+    fleet = load_fleet(path)
+    slugs = slugs_of(fleet.models)
+    slots = [slot.name for slot in slots_of(fleet)]
     assert slots[:3] == ["a-b-0", "a-b-1", slots[2]]
-    assert len(set(slots)) == 10
+    assert slugs["x-b"] == "x-b"
+    slots += [slot.name for entry in fleet.models for slot in slots_for(entry, slugs[entry.name], "b")]
+    assert len(set(slots)) == 36
     assert all(len(slot) < 60 and "/" not in slot and ":" not in slot for slot in slots)
 
 
