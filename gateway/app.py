@@ -164,6 +164,7 @@ class Gateway:
         self.upstream.retain(table.addresses)
         if self._probing:
             self.prober.watch(table.ready)
+            self.metrics.show()  # at once: a rollout waits for it
 
     def close(self) -> None:
         """Once nothing runs any more: writes down what is left of what ran."""

@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,12 @@ import msgspec
 FRESH_SECONDS = 3.0  # an older sign of life is none
 
 Key = tuple[str, ...]
+
+# First parts of keys that are read elsewhere too, as they are in metrics.
+ROUTE_EPOCH = "pagefleet_route_epoch"
+INFLIGHT = "pagefleet_gateway_inflight"
+TARGET_REQUESTS = "pagefleet_gateway_target_requests_total"
+TARGET_ERRORS = "pagefleet_gateway_target_errors_total"
 
 _WORD = 8
 _MAGIC = int.from_bytes(b"pfboard1", "little")
@@ -47,6 +53,26 @@ class Reading:
     numbers: Mapping[Key, Sequence[float]]
 
 
+class _Records:
+    """Keys and numbers of a board that grows: each is decoded once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Key, memoryview[float]] = {}
+        self._end = _HEAD // _WORD  # of those that are known, in words
+
+    def follow(self, integers: memoryview[int], doubles: memoryview[float]) -> None:
+        """Adds what is new since the last call. What lies beyond the map waits for the next one."""
+        used = min(integers[_USED] // _WORD, len(integers))
+        while self._end + 2 <= used:
+            length, count = integers[self._end], integers[self._end + 1]
+            start = self._end + 2 + -(-length // _WORD)
+            if start + count > used:
+                return
+            name = bytes(integers[self._end + 2 : start].cast("B")[:length])
+            self._end = start + count
+            self.numbers[msgspec.json.decode(name, type=tuple[str, ...])] = doubles[start : self._end]
+
+
 class Board:
     """The board that this process writes. `path` None: one that nobody else sees.
 
@@ -55,12 +81,13 @@ class Board:
 
     def __init__(self, path: Path | None = None, generation: int = 0) -> None:
         self._descriptor = _open(path)
-        self._numbers: dict[Key, memoryview[float]] = {}
+        self._records = _Records()
         self._map()
         if self._integers[_IS_BOARD] != _MAGIC:
             self._integers[_USED] = _HEAD
             self._integers[_IS_BOARD] = _MAGIC
-        self._numbers = {key: self._doubles[at : at + count] for key, at, count in _records(self._integers)}
+        self._records.follow(self._integers, self._doubles)
+        self._numbers = dict(self._records.numbers)
         self._integers[_STATE] = _ABSENT
         self._integers[_PID] = os.getpid()
         self._integers[_GENERATION] = generation
@@ -98,7 +125,7 @@ class Board:
         os.close(self._descriptor)
 
     def read(self) -> Reading:
-        return _reading(self._integers, self._doubles)
+        return _reading(self._integers, self._doubles, self._records)
 
     def _map(self) -> None:
         # Earlier maps of the file live on in the views that were given out, and show the same memory.
@@ -133,7 +160,8 @@ class Peer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: tuple[int, int] | None = None  # inode and size of what is mapped
+        self._file: tuple[int, int] = (0, 0)  # inode and size of what is mapped
+        self._records = _Records()
         self._integers = memoryview(b"").cast("q")
         self._doubles = memoryview(b"").cast("d")
 
@@ -152,7 +180,7 @@ class Peer:
         self.look()
         if len(self._integers) * _WORD < _HEAD or self._integers[_IS_BOARD] != _MAGIC:
             return None
-        return _reading(self._integers, self._doubles)
+        return _reading(self._integers, self._doubles, self._records)
 
     def look(self) -> None:
         """Sees a file that is new or has grown."""
@@ -167,6 +195,8 @@ class Peer:
             if file != self._file and status.st_size >= _SIZE:
                 memory = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
                 self._integers, self._doubles = memory.cast("q"), memory.cast("d")
+                if file[0] != self._file[0]:
+                    self._records = _Records()
                 self._file = file
         finally:
             os.close(descriptor)
@@ -199,18 +229,8 @@ def _open_file(path: Path) -> int:
     return descriptor
 
 
-def _records(integers: memoryview[int]) -> Iterator[tuple[Key, int, int]]:
-    """(key, place of its numbers in words, how many) of every record."""
-    at, used = _HEAD // _WORD, integers[_USED] // _WORD
-    while at < used:
-        length, count = integers[at], integers[at + 1]
-        start = at + 2 + -(-length // _WORD)
-        name = bytes(integers[at + 2 : start].cast("B")[:length])
-        yield msgspec.json.decode(name, type=tuple[str, ...]), start, count
-        at = start + count
-
-
-def _reading(integers: memoryview[int], doubles: memoryview[float]) -> Reading:
+def _reading(integers: memoryview[int], doubles: memoryview[float], records: _Records) -> Reading:
+    records.follow(integers, doubles)
     pid, state = integers[_PID], integers[_STATE]
     fresh = time.monotonic() - doubles[_BEAT] <= FRESH_SECONDS
     return Reading(
@@ -219,5 +239,5 @@ def _reading(integers: memoryview[int], doubles: memoryview[float]) -> Reading:
         alive=state != _ABSENT and fresh and os.path.exists(f"/proc/{pid}"),
         leaving=state == _LEAVING,
         connections=integers[_CONNECTIONS],
-        numbers={key: doubles[at : at + count] for key, at, count in _records(integers)},
+        numbers=records.numbers,
     )

@@ -45,6 +45,19 @@ def error_event(error: ApiError, stream: StreamFormat, tail: bytes) -> bytes:
     return (b"" if not tail or tail.endswith(b"\n") else b"\n") + body + b"\n"
 
 
+def ends_in_error(stream: StreamFormat | None, tail: bytes, last: bytes) -> bool:
+    """Whether a complete body says at its end that it isn't what was asked for. `tail`: its last bytes, at
+    least 16; `last`: the last piece of it that came.
+
+    A stream of events without `[DONE]` is one; a stream of lines has an object with an error in its last one.
+    """
+    if stream is None:
+        return False
+    if stream == "sse":
+        return not tail.rstrip().endswith(b"[DONE]")
+    return last[last.rfind(b"\n", 0, -1) + 1 :].startswith(b'{"error"')
+
+
 def body_too_large(limit: int) -> ApiError:
     return ApiError(
         413,
@@ -148,6 +161,15 @@ def overloaded(model: str, reason: str, seconds: float) -> ApiError:
         f"The model '{model}' is overloaded: {_OVERLOADED[reason]}; try again later, or with fewer requests.",
         "overloaded",
         retry_after=min(3600, math.ceil(seconds)),
+    )
+
+
+def model_held(model: str, reason: str) -> ApiError:
+    """The model's worker is being replaced, which takes as long as its start; `reason`: as above."""
+    return unavailable(
+        f"The model '{model}' is being replaced by another version: {_OVERLOADED[reason]}; try again soon.",
+        "model_starting",
+        retry_after=5,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from gateway.asgi import Headers, Message, Receive, Scope, Send
 
 JOIN_BELOW = 64 * 1024  # a larger piece isn't copied to leave together with the head
-TAIL = 4  # bytes: enough to see the end of an event or a line
+TAIL = 16  # bytes: enough to see the end of an event or a line, and the event that ends a stream
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.board import Board, Peer, Reading
+from gateway.board import INFLIGHT, ROUTE_EPOCH, TARGET_ERRORS, TARGET_REQUESTS, Board, Peer, Reading
 from gateway.families import Combine, Counter, Families, Gauge, Histogram, Labels
 from gateway.fleet.state import Target
 from gateway.routing import Router
@@ -21,7 +21,8 @@ OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0
 
 
 class Metrics:
-    """`done` counts one finished request. Others add what they count with `counter`, `histogram`, `gauge`.
+    """`done` counts one finished request, `ended` what became of it on a target that took it. Others add what
+    they count with `counter`, `histogram`, `gauge`.
 
     `board`: this process's; `peers`: those of the other processes, also of ones that are down.
     """
@@ -37,6 +38,16 @@ class Metrics:
             "pagefleet_gateway_requests_total",
             "Requests by answer; 499: the client left first. No model or target: the request named none.",
             ["model", "target", "status"],
+        )
+        self._ended = self.counter(
+            TARGET_REQUESTS,
+            "Requests that a target took and that ended there, without those that the client left.",
+            ["model", "target"],
+        )
+        self._failed = self.counter(
+            TARGET_ERRORS,
+            "Of these, answers of 5xx, lost connections and streams that broke off.",
+            ["model", "target"],
         )
         self._seconds = self.histogram(
             "pagefleet_gateway_request_seconds",
@@ -99,10 +110,20 @@ class Metrics:
         if overhead is not None:
             self._overhead.observe(of_model, overhead)
 
-    def publish(self) -> None:
-        """Shows the other processes that this one lives, and what its gauges say."""
+    def ended(self, labels: Labels, good: bool) -> None:
+        """`labels`: model and target. A request that went to several targets counts on each that took it."""
+        self._ended.inc(labels)
+        if not good:
+            self._failed.inc(labels)
+
+    def show(self) -> None:
+        """Shows the other processes what the gauges say."""
         for gauge in self._gauges:
             gauge.publish()
+
+    def publish(self) -> None:
+        """The same, and that this process lives."""
+        self.show()
         self.board.beat()
 
     def render(self) -> bytes:
@@ -125,24 +146,23 @@ class Metrics:
 
         def inflight() -> Iterator[tuple[Labels, float]]:
             for backend in router.table.backends.values():
-                yield (backend.model, backend.target.id), backend.inflight
+                yield backend.labels, backend.inflight
 
         def up() -> Iterator[tuple[Labels, float]]:
             for backend in router.table.ready:
-                yield (backend.model, backend.target.id), backend.health.serving
+                yield backend.labels, backend.health.serving
 
         def waiting() -> Iterator[tuple[Labels, float]]:
             for model, queue in router.queues.items():
                 yield (model,), queue.waiting
 
         self.gauge("pagefleet_gateway_processes", "Gateway processes that live.", lambda: [((), 1.0)])
-        self.gauge(
-            "pagefleet_route_epoch", "Version of the routes that all processes apply.", epoch, combine=min
-        )
+        # Before the epoch: gateway/fleet/observer.py relies on that order.
+        self.gauge(INFLIGHT, "Requests on a target.", inflight, ["model", "target"])
+        self.gauge(ROUTE_EPOCH, "Version of the routes that all processes apply.", epoch, combine=min)
         self.gauge(
             "pagefleet_route_epoch_max", "Newest version that one of them applies.", epoch, combine=max
         )
-        self.gauge("pagefleet_gateway_inflight", "Requests on a target.", inflight, ["model", "target"])
         self.gauge(
             "pagefleet_gateway_target_up",
             "1: all processes send requests to this ready target; 0: one finds it failing or stuck.",

@@ -16,7 +16,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from contracts.errors import ApiError
-from contracts.headers import PRIORITY, QUEUE_FULL, REQUEST_ID
+from contracts.headers import DRAINING, PRIORITY, QUEUE_FULL, REQUEST_ID
 from contracts.usage import Usage
 from gateway import errors
 from gateway.accounting import Bill, UsageCollector
@@ -38,13 +38,14 @@ from gateway.upstream import Upstream
 from gateway.usage.record import MAX_BODY, Record
 from gateway.usage.recorder import Recorder
 
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 4  # without refusals of workers that drain: all of a version may do that at once
 CLIENT_LEFT = 499  # status in metrics; nobody is there to read it
 GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/generate", b"/generate_stream")
 LINGER_BYTES = 8 * 1024**2
 LINGER_SECONDS = 2.0
 
 _REQUEST_ID = REQUEST_ID.encode()
+_DRAINING = DRAINING.encode()
 _QUEUE_FULL = QUEUE_FULL.encode()
 _CLASS = {name: f"{PRIORITY}: {name}\r\n".encode() for name in CLASSES}
 
@@ -273,7 +274,9 @@ class _Call:
         tried: set[str] = set()
         failure: ApiError | None = None
         fresh = False
-        for _ in range(MAX_ATTEMPTS):
+        left = MAX_ATTEMPTS
+        while left:
+            left -= 1
             if self.bill is not None and not self.repeated:
                 self.bill.address = ""  # whoever was tried before hasn't begun
             try:
@@ -288,11 +291,14 @@ class _Call:
                 if not refused:
                     return
                 failure = self._later(failure, self._refusal(backend, refused))
+                left += refused == _DRAINING
             except _StaleConnection:
                 fresh = True  # the worker had closed it; others to it are likely dead too
                 continue
             except UpstreamError as error:
                 failure = self._later(failure, self._failure(error))
+                if not error.untouched:
+                    self.proxy.metrics.ended(backend.labels, good=False)
                 if not error.untouched and (error.kind != "broken" or self.repeated):
                     raise failure from None
                 self.repeated = self.begun
@@ -366,7 +372,8 @@ class _Call:
                 backend.health.succeeded()
             if self.bill is not None:
                 self.bill.answered(connection.usage)
-            await self._relay(connection)
+            good = await self._relay(connection)
+            self.proxy.metrics.ended(backend.labels, good)
             return b""
         finally:
             upstream.give_back(connection)
@@ -398,8 +405,11 @@ class _Call:
 
     # --- the answer
 
-    async def _relay(self, connection: Connection) -> None:
-        """Passes the answer on as it comes. From here on a failure can only be said inside the stream."""
+    async def _relay(self, connection: Connection) -> bool:
+        """Passes the answer on as it comes. From here on a failure can only be said inside the stream.
+
+        Whether it was a good one, or at least a whole one that isn't the worker's failure.
+        """
         send = self.send
         self.started = True
         self.status = connection.status
@@ -422,13 +432,15 @@ class _Call:
                 last = connection.complete and not connection.pending
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
-                    return
+                    broken = self.status == 200 and errors.ends_in_error(stream, self.exchange.tail, piece)
+                    return self.status < 500 and not broken
                 await connection.pass_on(self.exchange.pass_on)
         except UpstreamError as error:
             failure = self._failure(error)
             if error.kind == "broken":
                 failure = errors.stream_broken(self.model)
             await self._end_broken(stream, failure)
+            return False
         except asyncio.CancelledError:
             if self.watch is None or not self.watch.client_left:  # the gateway stops
                 await self._end_broken(stream, errors.shutting_down())

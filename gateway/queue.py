@@ -4,6 +4,9 @@ By class first, with ageing; inside a class round by round, one request of each 
 round the earliest deadline first. What can't be served in time is refused at once, with the time after which
 it could have been; when the queue is full, the last in that order goes. A request is placed on a worker in
 the very step that made room for it, so no slot is left unused and nobody is woken in vain.
+
+While a model is *held* (its worker is being replaced by another one) nobody can be placed. How long that
+takes says nothing about how fast the model serves, nor the other way round.
 """
 
 from __future__ import annotations
@@ -196,6 +199,7 @@ class Queue(Generic[P]):
     for a request of the class CLASSES[level].
 
     `waited` is called with the seconds of each who got a place, `refused` with the reason of each who didn't.
+    `held`: see the module.
     """
 
     def __init__(
@@ -207,6 +211,7 @@ class Queue(Generic[P]):
         refused: Callable[[Refusal], None] = lambda reason: None,
     ) -> None:
         self.waiting = 0
+        self.held = False
         self._model = model
         self._size = size
         self._has_room = has_room
@@ -215,6 +220,8 @@ class Queue(Generic[P]):
         self._lanes: tuple[_Lane[P], ...] = tuple(_Lane() for _ in CLASSES)
         self._rate = ServiceRate()
         self._numbers = itertools.count()
+        self._placing = False
+        self._place_again = False
 
     async def wait(self, place: Callable[[], P | None], user: str, priority: Priority, within: float) -> P:
         """A place, at most `within` seconds from now. ApiError 503 when there is or will be none.
@@ -246,9 +253,31 @@ class Queue(Generic[P]):
 
     def place(self) -> None:
         """Gives places to those who wait, as long as there are any. To be called at once when something may
-        have made one: then whoever still waits can't be placed, and a newcomer who can overtakes nobody."""
-        while self.waiting and self._place_one():
-            pass
+        have made one: then whoever still waits can't be placed, and a newcomer who can overtakes nobody.
+
+        May be called from within itself: placing a request may show that the routes have changed.
+        """
+        self._place_again = True
+        if self._placing:
+            return
+        self._placing = True
+        try:
+            while self._place_again:
+                self._place_again = False
+                while self.waiting and self._place_one():
+                    pass
+        finally:
+            self._placing = False
+
+    def hold(self, held: bool) -> None:
+        """From now on the model is held, or no longer is; `place` then gives places to those who waited."""
+        if held == self.held:
+            return
+        self.held = held
+        if held:
+            self._rate.pause()
+        elif self.waiting:
+            self._rate.resume(asyncio.get_running_loop().time())
 
     def backlog(self) -> float:
         """Estimated seconds until all that wait have been served."""
@@ -259,7 +288,7 @@ class Queue(Generic[P]):
 
     def _enter(self, ticket: Ticket[P], now: float, within: float) -> None:
         lane = self._lanes[ticket.lane]
-        gap = self._rate.gap(now) if self.waiting else None
+        gap = self._rate.gap(now) if self.waiting and not self.held else None
         if gap is not None:
             ahead = sum(other.waiting for other in self._lanes[: ticket.lane]) + lane.ahead_of(ticket)
             late = (ahead + 1) * gap - within
@@ -269,7 +298,7 @@ class Queue(Generic[P]):
             self._make_room(ticket)
         lane.insert(ticket)
         self.waiting += 1
-        if self.waiting == 1:
+        if self.waiting == 1 and not self.held:
             self._rate.resume(now)
 
     def _make_room(self, ticket: Ticket[P]) -> None:
@@ -297,6 +326,8 @@ class Queue(Generic[P]):
 
     def _refusal(self, reason: Refusal, seconds: float) -> ApiError:
         self._refused(reason)
+        if self.held:
+            return errors.model_held(self._model, reason)
         return errors.overloaded(self._model, reason, seconds)
 
     # --- placing

@@ -55,10 +55,12 @@ class Backend:
     inflight: int = 0
     by_class: list[int] = field(default_factory=lambda: [0] * len(CLASSES))
     limit: int = NO_LIMIT
+    labels: tuple[str, str] = field(init=False)  # model and target
     lines: bytes = field(init=False)  # headers that tell a client who served it
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.labels = (self.model, self.target.id)
         self.lines = b"%b: %b\r\n%b: %b\r\n" % (
             SERVED_MODEL.encode(),
             self.model.encode("latin-1", "replace"),
@@ -86,11 +88,12 @@ class Backend:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One model of the table. `live`: ready targets with a weight, in the document's order; `split`: they are
-    of several variants."""
+    of several variants; `held`: there are none, and requests are to wait for one."""
 
     routes: Routes
     live: tuple[Backend, ...]
     split: bool
+    held: bool
 
 
 class Table:
@@ -119,7 +122,7 @@ class Table:
                 if target.state == "ready" and target.weight_bp > 0:
                     live.append(backend)
             split = len({backend.target.variant for backend in live}) > 1
-            self.entries[model] = Entry(routes, tuple(live), split)
+            self.entries[model] = Entry(routes, tuple(live), split, routes.hold and not live)
         for model, routes in file.models.items():
             for alias in routes.aliases:
                 self.names.setdefault(alias, model)
@@ -199,6 +202,8 @@ class Router:
         self._signature = signature
         self.table = table
         log.info("routes: epoch %d, models %s", table.epoch, ", ".join(table.entries) or "none")
+        for model, queue in self.queues.items():
+            queue.hold(self._held(model))
         self._on_change(table)
         for queue in self.queues.values():
             queue.place()
@@ -237,8 +242,9 @@ class Router:
     ) -> Backend | None:
         """Picks a worker of a resolved model and counts the request on it in one step; `release` uncounts it.
 
-        None when those that could take it are full, or have not said yet who they are: `wait` then. Nobody
-        who waits could have taken the place of one who needn't. ApiError 503 when there is no worker.
+        None when those that could take it are full, or have not said yet who they are, or when the model is
+        held: `wait` then. Nobody who waits could have taken the place of one who needn't. ApiError 503 when
+        there is no worker.
 
         `tried`: ids of targets that already refused this request. `body`: its body, which tells the
         conversation that it belongs to.
@@ -251,6 +257,8 @@ class Router:
             entry = self.table.entries.get(model)
         if entry is None:
             raise self._unavailable(model, entry)
+        if entry.held:
+            return None
         live, level = entry.live, LEVELS[priority]
         if len(live) == 1 and not tried and live[0].health.clear:
             backend = live[0] if live[0].has_room(level) else None
@@ -280,13 +288,19 @@ class Router:
                 lambda seconds: self.on_waited(model, seconds),
                 lambda reason: self.on_refused(model, reason),
             )
+            queue.hold(self._held(model))
         return queue
+
+    def _held(self, model: str) -> bool:
+        entry = self.table.entries.get(model)
+        return entry is not None and entry.held
 
     def _worth_placing(self, model: str, level: int) -> bool:
         """Whether anything but None can come of a claim of that class."""
         entry = self.table.entries.get(model)
-        live = entry.live if entry is not None else ()
-        return not live or any(backend.has_room(level) for backend in live)
+        if entry is None or not entry.live:
+            return entry is None or not entry.held
+        return any(backend.has_room(level) for backend in entry.live)
 
     def _pick(
         self, entry: Entry, user: str, tried: Collection[str], body: bytes, level: int

@@ -69,6 +69,7 @@ class GatewayServer(uvicorn.Server):
         await super().startup(sockets=[] if peers else sockets)
         for listener in (sockets or ()) if peers else ():
             self._acceptors.append(self._accept_from(listener, peers))
+        self._metrics.publish()  # before the first request: who can claim is known to live
         self._beating = asyncio.create_task(self._beat(), name="board")
 
     def _accept_from(self, listener: socket.socket, peers: Sequence[Peer]) -> Acceptor:

@@ -253,6 +253,7 @@ def metrics_of(registry: CollectorRegistry) -> Iterator[tuple[str, str, frozense
 
 def test_metrics(state: ServerState, gateway: Gateway) -> None:
     gateway.metrics.done("m", "m-0.1", 200, 1.0, 0.1)
+    gateway.metrics.ended(("m", "m-0.1"), good=False)
     gateway.router.on_waited("m", 1.0)
     gateway.router.on_refused("m", "full")
     code = [*metrics_of(Metrics(state).registry), *metrics_of(gateway.metrics.registry)]
