@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(100)
 
 PROCESSES = 3
 BODY = b'{"model":"m"}'
+Ask = Callable[..., Awaitable[tuple[int, str, bytes]]]
 
 
 class Gateways:
@@ -98,9 +99,34 @@ class Gateways:
                 head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         finally:
             writer.close()
-        found = re.search(rb"x-request-id: ([0-9a-f]+)-", head)
-        assert found is not None, head
-        return int(head.split()[1]), found[1].decode(), body
+        return *_who(head), body
+
+    @contextlib.asynccontextmanager
+    async def everyone(self) -> AsyncIterator[list[Ask]]:
+        """Connections kept alive, at least two to each process: who takes those that are closed after each
+        answer is left to the kernel, and may be the same one every time."""
+        held = []
+        try:
+            while any(count < 2 for count in self.connections()):
+                held.append(await self.connect())
+                await until(lambda: sum(self.connections()) == len(held))
+            yield [partial(self.ask, *pair) for pair in held]
+        finally:
+            for _, writer in held:
+                writer.close()
+        await until(lambda: sum(self.connections()) == 0)
+
+    async def ask(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, headers: str = ""
+    ) -> tuple[int, str, bytes]:
+        """As `get`, over a connection that is kept."""
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
+        async with asyncio.timeout(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None, head
+            body = await reader.readexactly(int(length[1]))
+        return *_who(head), body
 
     async def metrics(self) -> dict[str, float]:
         """Name and label values → value, of whichever process answers."""
@@ -110,6 +136,13 @@ class Gateways:
             for family in text_string_to_metric_families(page)
             for sample in family.samples
         }
+
+
+def _who(head: bytes) -> tuple[int, str]:
+    """Status, and the process that answered."""
+    found = re.search(rb"x-request-id: ([0-9a-f]+)-", head)
+    assert found is not None, head
+    return int(head.split()[1]), found[1].decode()
 
 
 @contextlib.asynccontextmanager
@@ -207,19 +240,15 @@ async def test_two_hundred_calls_one_answer(tmp_path: Path) -> None:
             if change:
                 other = target(await rig.worker("w2"), slot="t", generation=3)
                 rig.route(other, model="m")
-            for path in ("/ready", "/v1/models"):
-                answers, processes = Counter[tuple[int, bytes]](), set()
-                held = []
-                for _ in range(200):
-                    status, process, body = await running.get(path)
-                    answers[status, body] += 1
-                    processes.add(process)
-                    if len(held) < 2 * PROCESSES:  # so that the next goes to another
-                        held.append(await running.connect())
-                assert list(answers.values()) == [200], answers
-                assert len(processes) == PROCESSES
-                for _, writer in held:
-                    writer.close()
+            async with running.everyone() as clients:
+                for path in ("/ready", "/v1/models"):
+                    answers, processes = Counter[tuple[int, bytes]](), set()
+                    for number in range(200):
+                        status, process, body = await clients[number % len(clients)](path)
+                        answers[status, body] += 1
+                        processes.add(process)
+                    assert list(answers.values()) == [200], answers
+                    assert len(processes) == PROCESSES
 
 
 async def test_keys_are_those_of_all(tmp_path: Path) -> None:
@@ -233,18 +262,18 @@ async def test_keys_are_those_of_all(tmp_path: Path) -> None:
         for change, status in (((), 200), (("revoke", key), 401)):
             if change:
                 keys(*change)
-            await asyncio.sleep(0.11)
             answers, processes = Counter[int](), set()
-            held = []
-            for _ in range(60):
-                got, process, _ = await running.get("/v1/models", f"authorization: Bearer {key}\r\n")
-                answers[got] += 1
-                processes.add(process)
-                held.append(await running.connect())  # so that the next goes to another
-            assert answers == {status: 60}
+            async with running.everyone() as clients:
+                bearer = f"authorization: Bearer {key}\r\n"
+                async with asyncio.timeout(10):
+                    while {(await ask("/v1/models", bearer))[0] for ask in clients} != {status}:
+                        await asyncio.sleep(0.01)
+                for ask in clients * 10:
+                    got, process, _ = await ask("/v1/models", bearer)
+                    answers[got] += 1
+                    processes.add(process)
+            assert set(answers) == {status}
             assert len(processes) == PROCESSES
-            for _, writer in held:
-                writer.close()
 
 
 async def test_metrics_add_up_and_survive_a_kill(tmp_path: Path) -> None:
