@@ -246,10 +246,12 @@ class _Client(asyncio.Protocol):
         die_at: int | None = None,
         torn: bool = False,
         stop_at: int | None = None,
+        fail_at: int | None = None,
         gate_at: int | None = None,
     ) -> None:
         """`die_at`: the connection ends there (`torn`: inside a piece); `stop_at`: silence from there on;
-        `gate_at`: silence until the worker's gate is opened."""
+        `fail_at`: an error object and an orderly end, as of an engine that has died; `gate_at`: silence until
+        the worker's gate is opened."""
         self._write(
             b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncache-control: no-cache\r\n"
             b"transfer-encoding: chunked\r\n\r\n" % content_type
@@ -259,6 +261,9 @@ class _Client(asyncio.Protocol):
                 if torn:
                     self._chunk(piece(number)[:9])
                 self.transport.close()
+                return
+            if number == fail_at:
+                self._fail(content_type)
                 return
             if number == gate_at:
                 await self.worker.gate.wait()
@@ -271,6 +276,12 @@ class _Client(asyncio.Protocol):
         if end:
             self._chunk(end)
         self._write(b"0\r\n\r\n")
+        self._done()
+
+    def _fail(self, content_type: bytes) -> None:
+        error = b'{"error":{"message":"no","type":"server_error","param":null,"code":"engine_dead"}}'
+        line = b"data: %b\n\n" % error if content_type.startswith(b"text/event-stream") else error + b"\n"
+        self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(line), line))
         self._done()
 
     def _chunk(self, data: bytes) -> None:
