@@ -166,9 +166,7 @@ class Router:
         settings: RouterSettings = RouterSettings(),
     ) -> None:
         self._path = path
-        self._configured = {name: tuple(aliases) for name, aliases in configured.items()}
-        self._names = {alias: name for name, aliases in self._configured.items() for alias in aliases}
-        self._names.update((name, name) for name in self._configured)
+        self.configure(configured)
         self._on_change = on_change
         self._settings = settings
         self._signature: tuple[int, int, int] | None = None
@@ -181,6 +179,12 @@ class Router:
         self.refresh()
 
     # --- the table
+
+    def configure(self, configured: Mapping[str, Iterable[str]]) -> None:
+        """From now on these are the models that are known without a route."""
+        self._configured = {name: tuple(aliases) for name, aliases in configured.items()}
+        self._names = {alias: name for name, aliases in self._configured.items() for alias in aliases}
+        self._names.update((name, name) for name in self._configured)
 
     def refresh(self) -> None:
         """Reads the routes file if it was replaced. One that can't be used changes nothing but the log."""

@@ -49,9 +49,13 @@ class LimitTable:
     """
 
     def __init__(self, default: BoundSettings, models: Mapping[str, BoundSettings | None]) -> None:
+        self._overrides: Overrides = {}
+        self.configure(default, models)
+
+    def configure(self, default: BoundSettings, models: Mapping[str, BoundSettings | None]) -> None:
+        """From now on this is what the fleet file says."""
         self._default = bounds_of(default)
         self._models = {name: bounds_of(settings) for name, settings in models.items() if settings}
-        self._overrides: Overrides = {}
         self._plans: dict[tuple[str, str | None, str], Plan] = {}
 
     def apply(self, overrides: Overrides) -> None:
