@@ -29,6 +29,8 @@ class _GatewayLimits(Protocol):
     def default(self) -> BoundSettings: ...
     @property
     def on_redis_error(self) -> Policy: ...
+    @property
+    def redis_timeout(self) -> float: ...
 
 
 class LimitedSettings(Protocol):
@@ -66,8 +68,13 @@ def open_limits(
     from gateway.limits.redis_overrides import RedisOverrides
 
     shared = RedisOverrides(settings.redis_url)
-    policy, processes = settings.limits.on_redis_error, settings.processes
-    redis = RedisLimiter(settings.redis_url, on_error=policy, gateways=processes)
+    limits = settings.limits
+    redis = RedisLimiter(
+        settings.redis_url,
+        on_error=limits.on_redis_error,
+        gateways=settings.processes,
+        budget=limits.redis_timeout,
+    )
     return Limits(table, redis, LiveOverrides(file, shared, table.apply))
 
 
@@ -76,6 +83,7 @@ class Admission:
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self.plan = limits.table.plan
+        self.configure = limits.table.configure
         self._limiter = limits.limiter
         self._live = limits.live
         self._refused = metrics.counter(

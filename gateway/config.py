@@ -117,10 +117,11 @@ class LimitSettings(_Block):
 
 
 class GatewayLimits(_Block):
-    """Limits of every user, and what holds while Redis is away."""
+    """Limits of every user, and what holds while Redis is away: has no answer after `redis_timeout` seconds."""
 
     default: LimitSettings = LimitSettings()
     on_redis_error: Literal["local", "open", "closed"] = "local"
+    redis_timeout: Timeout = 0.05
 
 
 class Timeouts(_Block):
@@ -278,8 +279,13 @@ class FleetFile(BaseSettings):
         lines = list(self.gateway.auth.without_effect())
         if self.gateway.audit.prompts and self.gateway.audit.file is None:
             lines.append("gateway.audit.prompts has no effect without gateway.audit.file")
-        if self.gateway.limits.on_redis_error != "local" and self.gateway.redis_url is None:
-            lines.append("gateway.limits.on_redis_error has no effect without gateway.redis_url")
+        if self.gateway.redis_url is None:
+            given, default = self.gateway.limits, GatewayLimits()
+            lines += [
+                f"gateway.limits.{key} has no effect without gateway.redis_url"
+                for key in ("on_redis_error", "redis_timeout")
+                if getattr(given, key) != getattr(default, key)
+            ]
         for entry in self.models:
             for block in ("golden", "judge"):
                 if getattr(entry, block):

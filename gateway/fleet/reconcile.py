@@ -34,6 +34,7 @@ EFFECTS: Mapping[str, Effect | None] = {  # None: no effect of its own
     "gateway.auth": "gateways",
     "gateway.limits.default": "live",
     "gateway.limits.on_redis_error": "gateways",
+    "gateway.limits.redis_timeout": "gateways",
     "gateway.timeouts.connect": "live",
     "gateway.timeouts.first_byte": "live",
     "gateway.timeouts.idle": "gateways",  # clients' sockets have it from their first moment

@@ -111,8 +111,12 @@ async def becomes(expected: bool, *clients: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.05)
 
 
-def limits(default: dict[str, Any], url: str, policy: str = "local") -> dict[str, Any]:
-    return {"redis_url": url, "limits": {"default": default, "on_redis_error": policy}}
+def limits(
+    default: dict[str, Any], url: str, policy: str = "local", *, faults: bool = False
+) -> dict[str, Any]:
+    """Where Redis is well, decisions are its own, however busy the machine is."""
+    given = {"default": default, "on_redis_error": policy, "redis_timeout": "50ms" if faults else "20s"}
+    return {"redis_url": url, "limits": given}
 
 
 async def test_three_processes_and_a_thousand_requests_at_once_let_exactly_the_limit_pass(
@@ -120,22 +124,13 @@ async def test_three_processes_and_a_thousand_requests_at_once_let_exactly_the_l
 ) -> None:
     with running(tmp_path / "redis") as server:
         async with gateways(made(tmp_path), 3, **limits({"qps": 10, "burst": 10}, server.url)) as fleet:
-            for attempt in range(5):
-                faults = fleet.log().count("limits: Redis at")
-                user = f"ann{attempt}"
-                began = time.monotonic()
-                answers = await asyncio.gather(*(ask(fleet.clients[i % 3], user) for i in range(1000)))
-                elapsed = time.monotonic() - began
-                statuses = Counter(answer.status_code for answer in answers)
-                assert set(statuses) == {200, 429}
-                for answer in answers:
-                    assert answer.status_code == 200 or answer.headers["retry-after"] == "1"
-                # On a machine so busy that Redis takes over 50 ms, gateways go by their policy.
-                if fleet.log().count("limits: Redis at") == faults:
-                    break
-                await becomes(False, *fleet.clients)
-            else:
-                raise AssertionError("this machine is too busy")
+            began = time.monotonic()
+            answers = await asyncio.gather(*(ask(fleet.clients[i % 3]) for i in range(1000)))
+            elapsed = time.monotonic() - began
+            statuses = Counter(answer.status_code for answer in answers)
+            assert set(statuses) == {200, 429}
+            for answer in answers:
+                assert answer.status_code == 200 or answer.headers["retry-after"] == "1"
             assert 10 <= statuses[200] <= 10 + 10 * elapsed
             assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"10"}
 
@@ -177,7 +172,9 @@ async def test_a_killed_gateways_slots_return_and_the_counts_are_sane(tmp_path: 
 async def test_redis_paused_killed_and_restarted_empty(tmp_path: Path, policy: str) -> None:
     """Under steady load within the limits: never a 429, and only `closed` ever refuses."""
     with running(tmp_path / "redis") as server:
-        config = limits({"qps": 100_000, "burst": 100_000, "concurrency": 1000}, server.url, policy)
+        config = limits(
+            {"qps": 100_000, "burst": 100_000, "concurrency": 1000}, server.url, policy, faults=True
+        )
         async with gateways(made(tmp_path), 2, **config) as fleet:
             seen: list[Counter[int]] = [Counter()]
             slowest = 0.0
@@ -223,7 +220,7 @@ def _faults(server: RedisServer) -> tuple[list[Any], list[Any]]:
 async def test_a_failover_refuses_nobody(tmp_path: Path) -> None:
     """The master is killed under load; from the new one on, limits are counted together again."""
     with watched(tmp_path) as (url, (master, replica)):
-        config = limits({"qps": 100_000, "burst": 100_000, "concurrency": 50}, url)
+        config = limits({"qps": 100_000, "burst": 100_000, "concurrency": 50}, url, faults=True)
         async with gateways(made(tmp_path), 2, **config) as fleet:
             held = [
                 asyncio.create_task(ask(client, stream=True, fake={"do": "sse", "gate_at": 1}))
