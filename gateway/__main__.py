@@ -68,7 +68,17 @@ def main(
     state_dir = state_dir or fleet.supervisor.state_dir
     try:
         routes = routes or state_dir / "routes.json"
-        serve(fleet, state_dir, routes, listener, parent_pid, slot=slot, generation=generation)
+        followed = config if slot is not None else None
+        serve(
+            fleet,
+            state_dir,
+            routes,
+            listener,
+            parent_pid,
+            slot=slot,
+            generation=generation,
+            fleet_file=followed,
+        )
     except StoreUnusable as error:
         click.echo(str(error), err=True)
         sys.exit(1)  # not 2: what is busy or unreadable now may be there when the supervisor tries again

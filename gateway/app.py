@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from contracts.errors import ApiError
 from contracts.headers import REQUEST_ID
@@ -15,13 +15,15 @@ from gateway import errors
 from gateway.accounting import UsageCollector
 from gateway.admission import Admission, Limits
 from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
-from gateway.board import Board, Peer
+from gateway.board import CONFIG, Board, Peer
+from gateway.config import FleetFile
 from gateway.health import HealthSettings
 from gateway.identity.authenticator import Authenticator
 from gateway.inbound import read_head
 from gateway.metrics import Metrics
 from gateway.prober import Prober
 from gateway.proxy import Proxy, ProxySettings
+from gateway.reload import Reload
 from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
 from gateway.routing import Router, RouterSettings, Table
@@ -78,6 +80,7 @@ class Gateway:
     ) -> None:
         self._auth = auth
         self._tracer = tracer
+        self._background: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.upstream = Upstream()
         self.prober = Prober(self.upstream, settings.health, settings.processes)
         self._probing = False
@@ -111,6 +114,21 @@ class Gateway:
             "/metrics/workers": admin.worker_metrics,
             "/version": admin.version,
         }
+
+    def follow(self, fleet_file: Path) -> None:
+        """Names, limits and time limits are as the file says, also when it is replaced; the board shows which
+        one that is."""
+        applied = self.metrics.board.numbers((CONFIG,))
+        applied[0] = 0.0
+
+        def use(fleet: FleetFile, digest: int) -> None:
+            self.router.configure({entry.name: entry.aliases for entry in fleet.models})
+            limits = {entry.name: entry.limits for entry in fleet.models}
+            self.admission.configure(fleet.gateway.limits.default, limits)
+            self.proxy.settings = fleet.gateway
+            applied[0] = digest
+
+        self._background.append(Reload(fleet_file, use).run)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -178,6 +196,7 @@ class Gateway:
         tasks = [
             asyncio.create_task(self.router.poll(), name="routes"),
             asyncio.create_task(self._auth.run(), name="auth"),
+            *(asyncio.create_task(run()) for run in self._background),
         ]
         self._probing = True
         self.prober.watch(self.router.table.ready)

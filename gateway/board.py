@@ -26,6 +26,7 @@ FRESH_SECONDS = 3.0  # an older sign of life is none
 Key = tuple[str, ...]
 
 # First parts of keys that are read elsewhere too, as they are in metrics.
+CONFIG = "config"  # no metric: the digest of the fleet file that the process follows
 ROUTE_EPOCH = "pagefleet_route_epoch"
 INFLIGHT = "pagefleet_gateway_inflight"
 TARGET_REQUESTS = "pagefleet_gateway_target_requests_total"

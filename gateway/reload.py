@@ -22,21 +22,18 @@ log = logging.getLogger(__name__)
 
 
 def digest(data: bytes) -> int:
-    """Tells one version of the file from another; fits into a metric's double."""
+    """Tells one version of the file from another; a number that a double holds."""
     return zlib.crc32(data)
 
 
 class Reload:
-    """Calls `use` with the fleet file as it is first, and again with each new version that is good.
+    """Calls `use` with the fleet file and its digest, first as it is, then with each new version that is
+    good."""
 
-    `applied`: the digest of the file that was given to `use` last; 0: none yet.
-    """
-
-    def __init__(self, path: Path, use: Callable[[FleetFile], None]) -> None:
+    def __init__(self, path: Path, use: Callable[[FleetFile, int], None]) -> None:
         self._path = path
         self._use = use
         self._signature: tuple[int, int, int] | None = None
-        self.applied = 0
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -57,15 +54,14 @@ class Reload:
 
     async def _read(self) -> None:
         try:
-            number, fleet = await asyncio.to_thread(_load, self._path)  # checking takes milliseconds
+            fleet, number = await asyncio.to_thread(_load, self._path)  # checking takes milliseconds
         except (OSError, ConfigError) as error:
             log.error("%s can't be used, what was read before still holds: %s", self._path, error)
             return
-        self._use(fleet)
-        if self.applied:
-            log.info("the fleet file has changed; names and limits are as it says now")
-        self.applied = number
+        self._use(fleet, number)
+        log.info("names and limits are those of %s, digest %08x", self._path, number)
 
 
-def _load(path: Path) -> tuple[int, FleetFile]:
-    return digest(path.read_bytes()), load_fleet(path, check_sources=False)
+def _load(path: Path) -> tuple[FleetFile, int]:
+    data = path.read_bytes()
+    return load_fleet(path, check_sources=False), digest(data)

@@ -170,11 +170,13 @@ def serve(
     loop: str = "uvloop",
     slot: str | None = None,
     generation: int = 0,
+    fleet_file: Path | None = None,
 ) -> None:
     """Serves until SIGTERM, SIGINT or the end of `parent_pid`, then finishes what is in flight.
 
     `state_dir` holds keys, usage, and limits that were set while running; `slot`: which of a fleet's gateway
-    processes this is, None: one by itself. StoreUnusable when keys are needed and can't be read.
+    processes this is, None: one by itself; `fleet_file`: followed while it serves. StoreUnusable when keys
+    are needed and can't be read.
     """
     settings = fleet.gateway
     raise_open_files()
@@ -189,6 +191,8 @@ def serve(
     limits = open_limits(settings, {entry.name: entry.limits for entry in fleet.models}, state_dir)
     tracer = open_tracer(settings.tracing, f"{slot or 'gateway'}.{generation}")
     app = Gateway(settings, models, routes_path, auth, limits, state_dir, board, peers, tracer)
+    if fleet_file is not None:
+        app.follow(fleet_file)
     config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
     server = GatewayServer(config, app.metrics, parent_pid)
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())

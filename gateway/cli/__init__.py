@@ -10,6 +10,7 @@ _COMMANDS = {
     "up": "gateway.cli.up:up",
     "down": "gateway.cli.down:down",
     "status": "gateway.cli.status:status",
+    "top": "gateway.cli.top:top",
     "logs": "gateway.cli.logs:logs",
     "chat": "gateway.cli.chat:chat",
     "config": "gateway.cli.config:config",

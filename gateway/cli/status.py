@@ -7,13 +7,13 @@ import time
 
 import click
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from contracts.units import format_duration
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
 from gateway.cli.display import STYLES, describe, make_console
+from gateway.cli.top import watch_live
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.errors import EXIT_DEGRADED
 from gateway.fleet.statedir import StateDir
@@ -25,7 +25,7 @@ from gateway.fleet.statedir import StateDir
     "-w",
     "--watch",
     is_flag=True,
-    help="Go on until Ctrl-C; where stdout is no terminal, a line for each change.",
+    help="Go on until Ctrl-C, with the numbers of `top`; in a pipe, a line for each change.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout; with -w one object per line.")
 def status(state: StateDir, watch: bool, as_json: bool) -> None:
@@ -47,23 +47,18 @@ def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
             time.sleep(1)
             current = ask_supervisor(state, "GET", "/status")
         return
-    console = make_console()
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            while current is not None:
-                live.update(_page(current), refresh=True)
-                time.sleep(1)
-                current = ask_supervisor(state, "GET", "/status")
-    else:
-        said: dict[str, tuple[str, str, int | None]] = {}
-        while current is not None:
-            for unit in current.units:
-                now = (unit.state, unit.phase, unit.pid)
-                if said.get(unit.slot) != now:
-                    said[unit.slot] = now
-                    click.echo(describe(unit))
-            time.sleep(1)
-            current = ask_supervisor(state, "GET", "/status")
+    if current is not None and make_console().is_terminal:
+        watch_live(state, current, 1.0, screen=False)
+        return
+    said: dict[str, tuple[str, str, int | None]] = {}
+    while current is not None:
+        for unit in current.units:
+            now = (unit.state, unit.phase, unit.pid)
+            if said.get(unit.slot) != now:
+                said[unit.slot] = now
+                click.echo(describe(unit))
+        time.sleep(1)
+        current = ask_supervisor(state, "GET", "/status")
     click.echo("the fleet is down")
 
 

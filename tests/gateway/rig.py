@@ -48,6 +48,7 @@ class Rig:
         self.workers: list[FakeWorker] = []
         self.settings = GatewaySettings.model_validate({"usage": False, **settings})
         self.model_limits: dict[str, LimitSettings | None] = {}
+        self.fleet_file: Path | None = None  # to be followed
 
     def route(self, *targets: Target, model: str = "m", **fields: Any) -> None:
         self.epoch += 1
@@ -68,6 +69,8 @@ class Rig:
         limits = open_limits(self.settings, self.model_limits, self.folder)
         models, tracer = {"m": ["nick"], "idle": []}, open_tracer(self.settings.tracing, "gateway.1")
         self.app = Gateway(self.settings, models, self.path, auth, limits, self.folder, tracer=tracer)
+        if self.fleet_file is not None:
+            self.app.follow(self.fleet_file)
         self.server = _Server(make_config(self.app, self.settings.timeouts.idle, 1), self.app.metrics)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         await until(lambda: self.server.started)

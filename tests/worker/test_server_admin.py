@@ -155,6 +155,24 @@ async def test_admin_is_not_for_pages_in_a_browser() -> None:
     assert not state.gate.draining
 
 
+async def test_names_can_be_given_anew_while_it_serves() -> None:
+    state = make_state()
+    async with in_process(state) as client:
+
+        async def status(name: str) -> int:
+            return (await client.post("/v1/completions", json={"model": name, "prompt": "x"})).status_code
+
+        assert (await status(MODEL), await status("nick")) == (200, 404)
+        answer = await client.post("/admin/names", json={"names": [MODEL, "nick"]})
+        assert (answer.status_code, answer.json()) == (200, {"names": [MODEL, "nick"]})
+        assert (await status(MODEL), await status("nick")) == (200, 200)
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in models] == [MODEL, "nick"]
+        for wrong in ({"names": []}, {"names": ["nick", MODEL]}, {"names": "nick"}, {}):
+            assert (await client.post("/admin/names", json=wrong)).status_code == 400
+        assert await status("nick") == 200
+
+
 async def test_reset_prefix_cache_reaches_the_engine() -> None:
     engine = FakeEngine()
     async with in_process(make_state(engine)) as client:

@@ -13,19 +13,19 @@ from contracts.usage import MAX_IDS
 from worker.ipc.client import EngineDead
 from worker.ipc.messages import Progress
 from worker.server.exchange import Exchange
-from worker.server.schemas import AbortRequest, decode
+from worker.server.schemas import AbortRequest, NamesRequest, decode
 from worker.server.state import ServerState, engine_dead
 
 _USAGE_WAIT_SECONDS = 0.5
 
 
 async def models(state: ServerState, exchange: Exchange) -> None:
-    await exchange.json({"object": "list", "data": [_card(state, name) for name in state.config.model_names]})
+    await exchange.json({"object": "list", "data": [_card(state, name) for name in state.names]})
 
 
 async def model(state: ServerState, exchange: Exchange) -> None:
     name = exchange.path_params["model"]
-    if name not in state.config.model_names:
+    if name not in state.names:
         raise model_not_found(name)
     await exchange.json(_card(state, name))
 
@@ -149,6 +149,15 @@ async def abort(state: ServerState, exchange: Exchange) -> None:
             generation.abort(unavailable("The request was aborted by the operator.", "request_aborted"))
             aborted += 1
     await exchange.json({"aborted": aborted})
+
+
+async def names(state: ServerState, exchange: Exchange) -> None:
+    """From now on requests may use these names and no others; the first stays what it was."""
+    wanted = decode(exchange.body, NamesRequest).names
+    if not wanted or wanted[0] != state.model_name:
+        raise bad_request(f"names must begin with the model's own, {state.model_name!r}.", "names")
+    state.names = tuple(wanted)
+    await exchange.json({"names": wanted})
 
 
 async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:

@@ -38,6 +38,7 @@ _ADMIN: dict[str, Handler] = {
     "/admin/drain": admin.drain,
     "/admin/undrain": admin.undrain,
     "/admin/abort": admin.abort,
+    "/admin/names": admin.names,
     "/admin/reset_prefix_cache": admin.reset_prefix_cache,
 }
 

@@ -153,6 +153,10 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     request_ids: list[str] | None = None
 
 
+class NamesRequest(msgspec.Struct, kw_only=True):
+    names: list[str]
+
+
 T = TypeVar("T")
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")

@@ -98,6 +98,7 @@ class ServerState:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
+        self.names = config.model_names  # that requests may use; the first is the model's own
         self.engine: Engine | None = None
         self.text: TextModel | None = None
         self.progress = Progress("start", 0, 0)  # of what comes before the engine
@@ -115,13 +116,13 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.config.model_names[0]
+        return self.names[0]
 
     def check_model(self, name: str | None) -> None:
         """ApiError 400 without a name, 404 for a name that isn't served here."""
         if not name:
             raise bad_request("model is missing; GET /v1/models lists the models.", "model", "model_missing")
-        if name not in self.config.model_names:
+        if name not in self.names:
             raise model_not_found(name)
 
     def ready(self) -> tuple[Engine, EngineInfo, TextModel]:
