@@ -34,16 +34,15 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from contracts.times import bucket_of, seconds_of
 from gateway.fleet.statistics import (
     above,
     binomial_tail,
-    bucket_of,
     fisher_tail,
     median_ratio,
     quantile,
     quantile_bucket,
     rank_sum,
-    seconds_of,
 )
 
 Outcome = Literal["pass", "hold", "fail"]

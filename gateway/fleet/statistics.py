@@ -1,4 +1,4 @@
-"""Times in buckets, and the tests by which two sets of them, or two counts of errors, are compared.
+"""The tests by which two sets of times in buckets, or two counts of errors, are compared.
 
 Why these: gateway/fleet/judge.py.
 """
@@ -10,18 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 
-BUCKETS_PER_DOUBLING = 16
-SHORTEST = 1e-5  # seconds; whatever is shorter counts as that
-
-
-def bucket_of(seconds: float) -> int:
-    """The bucket that counts a time; its times are within 4.4 % of each other."""
-    return math.floor(BUCKETS_PER_DOUBLING * math.log2(max(seconds, SHORTEST) / SHORTEST))
-
-
-def seconds_of(bucket: float) -> float:
-    """The middle of a bucket."""
-    return float(SHORTEST * 2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING))
+from contracts.times import BUCKETS_PER_DOUBLING, seconds_of
 
 
 def above(times: dict[int, int], edge: int) -> int:

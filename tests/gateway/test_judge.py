@@ -9,16 +9,15 @@ from itertools import combinations
 import msgspec
 import pytest
 
+from contracts.times import bucket_of, seconds_of
 from gateway.config import Judge as Limits
 from gateway.fleet.judge import Verdict, Window, enough, judge
 from gateway.fleet.statistics import (
     binomial_tail,
-    bucket_of,
     fisher_tail,
     median_ratio,
     quantile,
     rank_sum,
-    seconds_of,
 )
 
 LIMITS = Limits()  # 50 requests, 1 % errors, ×1.5 to the first token, ×1.3 per token

@@ -129,6 +129,11 @@ async def usage(state: ServerState, exchange: Exchange) -> None:
     await exchange.json(reports)
 
 
+async def window(state: ServerState, exchange: Exchange) -> None:
+    """Times of all requests so far, in buckets: contracts.times.Times."""
+    await exchange.json(state.times.times())
+
+
 async def drain(state: ServerState, exchange: Exchange) -> None:
     """Refuse new requests from now on; says how many are still answered. Can be asked again and again."""
     state.gate.draining = True

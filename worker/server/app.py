@@ -33,6 +33,7 @@ _INFO: dict[str, Handler] = {
 }
 _INTERNAL: dict[str, Handler] = {
     "/internal/usage/{names}": admin.usage,
+    "/internal/window": admin.window,
 }
 _ADMIN: dict[str, Handler] = {
     "/admin/drain": admin.drain,

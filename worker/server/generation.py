@@ -107,6 +107,7 @@ class Generation:
         self._account = account
         self._trace = trace
         self._error: ApiError | None = None
+        self._begun = self._closed = False
         if params.stop:
             text.need_tokenizer("stop")
         _check_logit_bias(params, info)
@@ -221,6 +222,9 @@ class Generation:
                 sequence.timer.finish("abort")
                 # The engine goes on until it hears of it: what it generates meanwhile is used too.
                 sequence.stream.when_ended(partial(self._count, sequence, "abort"))
+        if not self._closed:
+            self._closed = True
+            self._state.times.end(sequence.timer for sequence in self._sequences)
 
     def usage(self) -> Usage:
         first_answers = self._sequences[:: self.params.n]
@@ -253,6 +257,9 @@ class Generation:
                 self._count(sequence, "error")
             raise self._failure(output)
         sequence.timer.tokens(len(output.token_ids), output.queue_time)
+        if not self._begun and sequence.timer.count:
+            self._begun = True
+            self._state.times.first_token(sequence.timer.first - sequence.timer.started)
         if sequence.trace is not None:
             sequence.trace.first_token(output.queue_time)
         delta = sequence.choice.push(output)

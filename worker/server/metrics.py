@@ -80,14 +80,18 @@ class Metrics:
 
 
 class SequenceTimer:
-    """Times one answer."""
+    """Times one answer: `count` tokens, the `first` and the `last` of them at those times.
 
-    __slots__ = ("_finished", "_last", "_metrics", "_started")
+    Times are time.monotonic's.
+    """
+
+    __slots__ = ("_finished", "_metrics", "count", "first", "last", "started")
 
     def __init__(self, metrics: Metrics, started: float) -> None:
         self._metrics = metrics
-        self._started = started
-        self._last = 0.0
+        self.started = started
+        self.count = 0
+        self.first = self.last = 0.0
         self._finished = False
 
     def tokens(self, count: int, queue_time: float) -> None:
@@ -95,20 +99,23 @@ class SequenceTimer:
         if not count:
             return
         now = time.monotonic()
-        if self._last == 0.0:
-            self._metrics.time_to_first_token.observe(now - self._started)
+        further = count
+        if not self.count:
+            self._metrics.time_to_first_token.observe(now - self.started)
             self._metrics.queue_time.observe(queue_time)
-            count -= 1
-        for _ in range(count):
-            self._metrics.inter_token_latency.observe((now - self._last) / count if self._last else 0.0)
-        self._last = now
+            self.first = self.last = now
+            further -= 1
+        for _ in range(further):
+            self._metrics.inter_token_latency.observe((now - self.last) / further)
+        self.count += count
+        self.last = now
 
     def finish(self, reason: str) -> None:
         """Only the first call counts."""
         if self._finished:
             return
         self._finished = True
-        self._metrics.request_latency.observe(time.monotonic() - self._started)
+        self._metrics.request_latency.observe(time.monotonic() - self.started)
         self._metrics.finished[reason].inc()
 
 

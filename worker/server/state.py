@@ -17,6 +17,7 @@ from worker.ipc.client import RequestStream
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress
 from worker.server.metrics import Metrics
 from worker.server.text_model import TextModel
+from worker.server.times import TimesBook
 from worker.server.usage import UsageBook
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class ServerState:
         self.text: TextModel | None = None
         self.progress = Progress("start", 0, 0)  # of what comes before the engine
         self.metrics = Metrics(self)
+        self.times = TimesBook()
         self.gate = Gate()
         self.stopped: ApiError | None = None
         self.tracer: Tracer | None = None
