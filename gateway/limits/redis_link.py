@@ -60,12 +60,17 @@ def slot_tag(key: str) -> str:
 
 
 class RedisLink:
-    """Runs lists of operations: EVALSHA, then EVAL if the server lacks the script; never SCRIPT LOAD."""
+    """Runs lists of operations: EVALSHA, then EVAL if the server lacks the script; never SCRIPT LOAD.
+
+    One list after another goes over a connection of its own, which is connected when it has to be: half of
+    what the client library takes for a command is finding and checking a connection of its pool.
+    """
 
     def __init__(self, url: str, script: str = SCRIPT) -> None:
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._client, self.is_cluster, self.address = _client(url)
+        self._connection = None if self.is_cluster else self._client.connection_pool.make_connection()
 
     async def run(self, operations: Sequence[Operation]) -> list[list[int]]:
         """Each operation's replies. In a cluster each tag's operations are one call; their order is kept."""
@@ -90,21 +95,40 @@ class RedisLink:
         return await self._client.execute_command(*words)
 
     async def aclose(self) -> None:
+        if self._connection is not None:
+            await self._connection.disconnect()
         await self._client.aclose()
 
     async def _call(self, operations: Sequence[Operation]) -> list[list[int]]:
         keys = [key for operation in operations for key in operation.keys]
-        text = " ".join([operation.text for operation in operations])
+        arguments = [str(len(keys)), *keys, " ".join([operation.text for operation in operations])]
         try:
-            reply = await self._client.execute_command("EVALSHA", self._sha, len(keys), *keys, text)
+            reply = await self._send("EVALSHA", self._sha, *arguments)
         except NoScriptError:
-            reply = await self._client.execute_command("EVAL", self._script, len(keys), *keys, text)
+            reply = await self._send("EVAL", self._script, *arguments)
         numbers = [int(word) for word in reply.split()]
         answers, start = [], 0
         for operation in operations:
             answers.append(numbers[start : start + operation.replies])
             start += operation.replies
         return answers
+
+    async def _send(self, *words: str) -> Any:
+        if self._connection is None:
+            return await self._client.execute_command(*words)
+        if not self._connection.is_connected:
+            await self._connection.connect()
+        await self._connection.send_packed_command(_packed(words), check_health=False)
+        return await self._connection.read_response()
+
+
+def _packed(words: Sequence[str]) -> bytes:
+    """A command as Redis reads it (RESP)."""
+    parts = [b"*%d\r\n" % len(words)]
+    for word in words:
+        data = word.encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return b"".join(parts)
 
 
 def reason_of(error: BaseException) -> str:
