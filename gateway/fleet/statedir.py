@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from gateway.board import make_board
@@ -30,6 +30,9 @@ class StateDir:
         self.routes = self.root / "routes.json"
         self.records = self.run / "processes.json"
         self.config = self.run / "fleet.json"
+        self.systemd = self.run / "systemd.json"  # which manager has the fleet's units, when one has
+        self.rollouts = self.root / "rollouts"  # states and histories
+        self.versions = self.root / "versions.json"
         self._sockets_elsewhere = self.run / "sockets"  # names the directory, when that isn't `run`
         self._lock: int | None = None
         self._is_new = False
@@ -57,7 +60,7 @@ class StateDir:
         """Creates the directories, for their owner only; InvalidFleet when they can't be had."""
         self._is_new |= not self.root.exists()
         try:
-            for directory in (self.root, self.run, self.logs):
+            for directory in (self.root, self.run, self.logs, self.rollouts):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from None
@@ -103,21 +106,24 @@ class StateDir:
             directory = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
             self._sockets_elsewhere.write_text(directory)
 
-    def place_boards(self, slots: Iterable[str]) -> None:
-        """A new board for each gateway process, and none of an earlier fleet's."""
+    def place_boards(self, slots: Collection[str], *, afresh: bool = True) -> None:
+        """A board for each gateway process, and none of an earlier fleet's; a new one when `afresh`, else
+        the one that a process which lives may have."""
         for path in self.run.glob("*.board"):
-            path.unlink(missing_ok=True)
+            if afresh or path.stem not in slots:
+                path.unlink(missing_ok=True)
         try:
             for slot in slots:
                 make_board(self.board(slot))
         except OSError as error:
             raise self._unusable(error) from None
 
-    def remove_sockets(self) -> None:
-        """Takes away every socket, also those of a predecessor that crashed."""
+    def remove_sockets(self, keep: Collection[str] = ()) -> None:
+        """Takes away every socket, also those of a predecessor that crashed; not those that are named."""
         directory = self.sockets
         for path in directory.glob("*.sock"):
-            path.unlink(missing_ok=True)
+            if path.name not in keep:
+                path.unlink(missing_ok=True)
         if directory != self.run:
             # The name comes from a file; what isn't ours stays.
             if (
@@ -138,3 +144,21 @@ def write_private(path: Path, data: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
     os.replace(temporary, path)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """The same, and it is still there after a power cut. OSError when there is no room."""
+    temporary = path.with_name(path.name + ".tmp")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -46,13 +46,14 @@ EXIT_CODES: dict[Outcome, int] = {
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's weights and how they run: `worker` are the options that `--set` changed."""
+    """A model's weights and how they run: `worker` are the options that are set, by the fleet file or
+    `--set`."""
 
     source: str
     worker: dict[str, Any] = {}
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`steps`: percent of users on the standby; `hold`: least seconds on each; `drain_limit`: seconds that
     requests in flight may take to end; `probes`: the judge may send requests of its own."""
 

@@ -1,0 +1,114 @@
+"""Rollouts on the supervisor's admin socket."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.fleet.driver.asked import StartRequest, SwapError
+from gateway.fleet.driver.rollouts import Rollouts
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_INVALID
+from gateway.fleet.rollout import Rollout
+from gateway.fleet.rollout import events as e
+from gateway.fleet.rollout.commands import EXIT_MISFIT
+
+LONGEST_WAIT = 60.0  # seconds
+_STATUS = {EXIT_INVALID: 422, EXIT_MISFIT: 507, EXIT_CONFLICT: 409, EXIT_DEGRADED: 503}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is told of a rollout. `exit_code`: of a command that waits for its end; None while it runs."""
+
+    rollout: Rollout
+    exit_code: int | None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why nothing was done; `exit_code`: the command line's for it."""
+
+    message: str
+    exit_code: int
+
+
+def rollout_routes(rollouts: Rollouts) -> list[Route]:
+    """``POST /rollouts/{model}`` starts one (`?dry_run=1`: only says what it would do), and
+    ``POST /rollouts/{model}/pause`` (resume, promote, abort, undo; `promote?full=1`: to the end) commands it.
+    ``GET /rollouts``, ``/rollouts/{model}`` (`?revision=N&wait=30`: as soon as it is another one) and
+    ``/rollouts/{model}/history`` tell of them."""
+
+    async def start(request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=StartRequest)
+        except msgspec.MsgspecError as error:
+            raise SwapError(f"the request can't be understood: {error}", EXIT_INVALID) from None
+        name = request.path_params["model"]
+        if request.query_params.get("dry_run") == "1":
+            return _json(await rollouts.plan(name, asked))
+        return _json(_told(await rollouts.start(name, asked)), 202)
+
+    async def undo(request: Request) -> Response:
+        return _json(_told(await rollouts.undo(request.path_params["model"])), 202)
+
+    def commanded(make: Callable[[Request], e.Command]) -> Handler:
+        async def handler(request: Request) -> Response:
+            return _json(_told(rollouts.command(request.path_params["model"], make(request))), 202)
+
+        return handler
+
+    async def show(request: Request) -> Response:
+        name, query = request.path_params["model"], request.query_params
+        if "revision" not in query:
+            return _json(_told(rollouts.status(name)))
+        try:
+            revision, wait = int(query["revision"]), float(query.get("wait", 0))
+        except ValueError:
+            raise SwapError("revision and wait must be numbers", EXIT_INVALID) from None
+        return _json(_told(await rollouts.wait(name, revision, min(wait, LONGEST_WAIT))))
+
+    async def show_all(_: Request) -> Response:
+        return _json([_told(rollout) for rollout in rollouts.all()])
+
+    async def history(request: Request) -> Response:
+        return _json(rollouts.history(request.path_params["model"]))
+
+    commands: dict[str, Handler] = {
+        "pause": commanded(lambda _: e.Pause()),
+        "resume": commanded(lambda _: e.Resume()),
+        "promote": commanded(lambda request: e.Promote(full=request.query_params.get("full") == "1")),
+        "abort": commanded(lambda _: e.Abort()),
+        "undo": undo,
+    }
+    model = "/rollouts/{model:path}"
+    return [
+        Route("/rollouts", _refusable(show_all), methods=["GET"]),
+        Route(f"{model}/history", _refusable(history), methods=["GET"]),
+        *(Route(f"{model}/{name}", _refusable(do), methods=["POST"]) for name, do in commands.items()),
+        Route(model, _refusable(start), methods=["POST"]),
+        Route(model, _refusable(show), methods=["GET"]),
+    ]
+
+
+def _refusable(handler: Handler) -> Handler:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except SwapError as error:
+            failure = Failure(message=str(error), exit_code=error.exit_code)
+            return _json({"error": failure}, _STATUS.get(error.exit_code, 500))
+
+    return answer
+
+
+def _told(rollout: Rollout) -> RolloutStatus:
+    return RolloutStatus(rollout=rollout, exit_code=rollout.exit_code)
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

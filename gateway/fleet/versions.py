@@ -1,0 +1,79 @@
+"""Which version of each model runs, where that isn't the fleet file's: what rollouts have changed.
+
+A version that a rollout brought in stays over restarts of the supervisor, until the fleet file says something
+new about the model: then the file is younger than the rollout, and wins.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from contracts.options import WorkerOptions
+from gateway.config import ModelEntry
+from gateway.fleet.commands import Variant
+from gateway.fleet.rollout import Version
+from gateway.fleet.statedir import write_durably
+
+log = logging.getLogger(__name__)
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model runs since a rollout. `file`: what the fleet file said of it then."""
+
+    version: Version
+    variant: Variant
+    rollout_id: str
+    since: float
+    file: Version
+
+
+def file_version(entry: ModelEntry) -> Version:
+    """What the fleet file says."""
+    options: dict[str, Any] = entry.worker.model_dump(mode="json", exclude_unset=True)
+    return Version(source=entry.source, worker=options)
+
+
+def entry_of(entry: ModelEntry, version: Version) -> ModelEntry:
+    """The file's entry with a version's source and options. pydantic.ValidationError for options that aren't
+    any."""
+    worker = WorkerOptions.model_validate(version.worker)
+    return entry.model_copy(update={"source": version.source, "worker": worker})
+
+
+class Versions:
+    """The versions that run, by model, in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._running = _read(path)
+
+    def of(self, entry: ModelEntry) -> Running | None:
+        """What a rollout left the model on; None: it runs what its entry says."""
+        running = self._running.get(entry.name)
+        if running is None or running.file != file_version(entry):
+            return None
+        return running
+
+    def last(self, model: str) -> Running | None:
+        """The same, whatever the fleet file says by now."""
+        return self._running.get(model)
+
+    def record(self, entry: ModelEntry, running: Running) -> None:
+        """From now on the model runs this. OSError when it can't be written, and isn't so."""
+        changed = {**self._running, entry.name: running}
+        write_durably(self._path, msgspec.json.format(msgspec.json.encode(changed), indent=1))
+        self._running = changed
+
+
+def _read(path: Path) -> dict[str, Running]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Running])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        log.error("%s can't be used (%s); models run what the fleet file says", path, error)
+        return {}
