@@ -99,12 +99,11 @@ class Rollouts:
         }
         for slot in (*sides["primary"], *sides["standby"]):
             publisher.place(slot)
-        weights: dict[str, int] = {
-            model.variant: rollout.primary_bp,
-            other(model.variant): rollout.standby_bp,
-        }
         split = Split(
-            weights=dict[str, int](shares), hold=rollout.hold, rollout_id=rollout.id, salt=rollout.id
+            weights={model.variant: rollout.primary_bp, other(model.variant): rollout.standby_bp},
+            hold=rollout.hold,
+            rollout_id=rollout.id,
+            salt=rollout.id,
         )
         publisher.split(entry.name, split)
         for slot in sides["primary"] if primary_runs(rollout) else ():

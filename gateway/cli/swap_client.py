@@ -1,0 +1,90 @@
+"""Rollouts, asked of the supervisor on its admin socket."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from gateway.fleet.driver.asked import Plan, StartRequest
+from gateway.fleet.driver.routes import Failure, RolloutStatus
+from gateway.fleet.errors import EXIT_FAILED
+from gateway.fleet.rollout import Record
+from gateway.fleet.statedir import StateDir
+
+ANSWER_WITHIN = 180.0  # seconds; a start asks the memory ledger first
+
+T = TypeVar("T")
+
+
+class SwapRefused(Exception):
+    """Why nothing was done, and the exit code for it."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Refusal(msgspec.Struct):
+    error: Failure
+
+
+class Swaps:
+    """The supervisor of the fleet in `state`. All raise SwapRefused."""
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        transport = httpx.HTTPTransport(uds=str(state.admin_socket))
+        self._client = httpx.Client(
+            transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN, trust_env=False
+        )
+
+    def plan(self, model: str, asked: StartRequest) -> Plan:
+        return self._ask("POST", f"{_path(model)}?dry_run=1", Plan, asked)
+
+    def start(self, model: str, asked: StartRequest) -> RolloutStatus:
+        return self._ask("POST", _path(model), RolloutStatus, asked)
+
+    def undo(self, model: str) -> RolloutStatus:
+        return self.command(model, "undo")
+
+    def command(self, model: str, command: str) -> RolloutStatus:
+        return self._ask("POST", f"{_path(model)}/{command}", RolloutStatus)
+
+    def status(self, model: str) -> RolloutStatus:
+        return self._ask("GET", _path(model), RolloutStatus)
+
+    def next(self, model: str, revision: int, seconds: float) -> RolloutStatus:
+        """As soon as its revision is another one, or after so many seconds."""
+        return self._ask("GET", f"{_path(model)}?revision={revision}&wait={seconds:g}", RolloutStatus)
+
+    def all(self) -> list[RolloutStatus]:
+        return self._ask("GET", "/rollouts", list[RolloutStatus])
+
+    def history(self, model: str) -> list[Record]:
+        return self._ask("GET", f"{_path(model)}/history", list[Record])
+
+    def _ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            response = self._client.request(method, path, content=content)
+        except (httpx.HTTPError, OSError):
+            raise SwapRefused(
+                f"no fleet is up in {self._state.root}; `pagefleet up FILE` starts one, "
+                "--state-dir names another"
+            ) from None
+        try:
+            if response.status_code >= 400:
+                error = msgspec.json.decode(response.content, type=_Refusal).error
+                raise SwapRefused(error.message, error.exit_code)
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.MsgspecError:
+            raise SwapRefused(
+                f"the supervisor in {self._state.root} answered in a way this version doesn't understand"
+            ) from None
+
+
+def _path(model: str) -> str:
+    return f"/rollouts/{quote(model, safe='/')}"

@@ -1,0 +1,156 @@
+"""How a rollout looks: a step bar with the judge's numbers on a terminal, else a line for each transition."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from contracts.units import format_duration
+from gateway.cli.common import print_json
+from gateway.cli.display import make_console
+from gateway.cli.swap_client import Swaps
+from gateway.fleet.driver.routes import RolloutStatus
+from gateway.fleet.judge import Measure
+from gateway.fleet.judge import Outcome as Finding
+from gateway.fleet.rollout import Rollout, Version
+from gateway.fleet.rollout.model import Entry
+
+POLL = 10.0  # seconds that one question to the supervisor waits for news
+_STYLES: dict[Finding, str] = {"pass": "green", "hold": "yellow", "fail": "bold red"}
+_ENDS = {"completed": "green", "rolled_back": "bold red", "aborted": "yellow", "failed": "bold red"}
+_LAST_LINES = 4
+_NAMES = {"error_rate": "errors", "ttft": "first token", "tpot": "per token", "crashes": "crashes"}
+
+
+class Watch:
+    """Shows one rollout as it goes on."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._json = as_json
+        self._console = make_console()
+        self._said = 0.0  # the time of the last line of its log that was shown
+        self._live: Live | None = None
+        if self._console.is_terminal and not as_json:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+
+    def follow(self, swaps: Swaps, found: RolloutStatus, timeout: float | None) -> int | None:
+        """Until it is over: its exit code; None when the time was."""
+        model, rollout_id = found.rollout.model, found.rollout.id
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.show(found)
+        while found.exit_code is None:
+            left = POLL if deadline is None else min(POLL, deadline - time.monotonic())
+            if left <= 0:
+                return None
+            news = swaps.next(model, found.rollout.revision, 1.0 if self._live else left)
+            if news.rollout.id != rollout_id:  # it is over, and somebody has begun another one
+                records = [one for one in swaps.history(model) if one.id == rollout_id]
+                return records[0].exit_code if records else None
+            if news.rollout.revision != found.rollout.revision or self._live is not None:
+                self.show(news)
+            found = news
+        return found.exit_code
+
+    def show(self, found: RolloutStatus) -> None:
+        if self._json:
+            print_json(found)
+        elif self._live is not None:
+            self._live.update(page(found.rollout), refresh=True)
+        else:
+            for entry in found.rollout.log:
+                if entry.at > self._said:
+                    click.echo(_line(found.rollout, entry))
+                    self._said = entry.at
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _line(rollout: Rollout, entry: Entry) -> str:
+    clock = time.strftime("%H:%M:%S", time.localtime(entry.at))
+    return f"{clock} {rollout.model}: {entry.phase}: {entry.what}"
+
+
+def page(rollout: Rollout) -> RenderableType:
+    """A rollout: its steps, what it waits for, the judge's numbers, the last lines of its log."""
+    head = Text(f"{rollout.model}: {describe_version(rollout.old)} → {describe_version(rollout.new)}")
+    parts: list[RenderableType] = [head, _bar(rollout), Text(_state(rollout), style=_style(rollout))]
+    verdict = rollout.verdicts.get(rollout.step_name)
+    if verdict is not None:
+        judged = Text(f"judge at {rollout.step_name}, {verdict.reference}: ")
+        judged.append(verdict.outcome, style=_STYLES[verdict.outcome])
+        judged.append(f", {verdict.reason}")
+        parts += [judged, _measures(verdict.measures)]
+    parts += [Text(_line(rollout, entry), style="dim") for entry in rollout.log[-_LAST_LINES:]]
+    return Group(*parts)
+
+
+def _bar(rollout: Rollout) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    share = 100 if rollout.phase == "completed" else rollout.standby_bp / 100
+    steps = Text()
+    for number, step in enumerate(rollout.steps):
+        done = rollout.phase == "completed" or number < rollout.step
+        style = "green" if done else "bold yellow" if number == rollout.step else "dim"
+        steps.append(f" {step:g}%", style=style)
+    table.add_row(ProgressBar(total=100, completed=share, width=40), Text(f"{share:g}%"), steps)
+    return table
+
+
+def _state(rollout: Rollout) -> str:
+    if rollout.terminal:
+        took = age((rollout.ended or rollout.started) - rollout.started)
+        cut = f", {rollout.cut} streams outlived the drain limit and were cut" if rollout.cut else ""
+        return f"{rollout.phase} after {took}: {rollout.reason}{cut}"
+    marks = [mark for mark in ("paused", "suspended") if getattr(rollout, mark)]
+    back = f", going back: {rollout.reason}" if rollout.going_back else ""
+    left = f", {age(rollout.due - time.time())} left" if rollout.due and rollout.due > time.time() else ""
+    return f"{rollout.phase}{''.join(f', {mark}' for mark in marks)}{left}{back}"
+
+
+def _style(rollout: Rollout) -> str:
+    return _ENDS[rollout.phase] if rollout.terminal else "yellow" if rollout.going_back else ""
+
+
+def _measures(measures: tuple[Measure, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "NEW", "OLD", "RATIO", "LIMIT", "SAMPLES", ""):
+        table.add_column(column)
+    for measure in measures:
+        samples = f"{measure.canary_samples}/{measure.primary_samples}" if measure.name != "crashes" else ""
+        table.add_row(
+            _NAMES[measure.name],
+            _value(measure, measure.canary),
+            _value(measure, measure.primary),
+            f"{measure.ratio:.2f}" if measure.ratio is not None else "",
+            f"{measure.limit:.2%}" if measure.name == "error_rate" else f"{measure.limit:g}",
+            samples,
+            Text(measure.outcome, style=_STYLES[measure.outcome]),
+        )
+    return table
+
+
+def _value(measure: Measure, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if measure.name == "error_rate":
+        return f"{value:.2%}"
+    return f"{value:g}" if measure.name == "crashes" else f"{value * 1000:.1f} ms"
+
+
+def describe_version(version: Version) -> str:
+    """Its source, without the folders that lead to it."""
+    return version.source.rstrip("/").rpartition("/")[2] or version.source
+
+
+def age(seconds: float) -> str:
+    """``1m5s``"""
+    return format_duration(round(max(0.0, seconds), 1))
