@@ -117,7 +117,7 @@ class Gauge:
             numbers[0] = value
             gone.discard(labels)
         for labels in gone:
-            self._numbers[labels][0] = nan
+            self._numbers.pop(labels)[0] = nan
 
     def collect(self, found: Found) -> Metric:
         family = GaugeMetricFamily(self.name, self._text, labels=self._label_names)

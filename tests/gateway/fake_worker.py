@@ -36,6 +36,7 @@ class Seen:
     connection: int
     closed_at: float | None = None
     answered: bool = False
+    refused: bool = False
 
 
 @dataclass
@@ -83,6 +84,11 @@ class FakeWorker:
     def busy(self) -> int:
         """Requests being answered."""
         return sum(not seen.answered and seen.closed_at is None for seen in self.requests)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of answers that wait for somebody to read."""
+        return sum(client.transport.get_write_buffer_size() for client in self.connections)
 
     def configure(self, wanted: dict[str, Any] | None) -> None:
         """What POST /fault says."""
@@ -181,6 +187,7 @@ class _Client(asyncio.Protocol):
         plan = json.loads(body).get("fake", {}) if self.worker.fault is None else dict(self.worker.fault)
         if self.worker.draining or self.worker.full:
             plan = {"do": "refuse", "why": "draining" if self.worker.draining else "queue_full"}
+            self.seen.refused = True
         do = plan.pop("do", "json")
         if do == "json" and not plan:
             self._answer_json()
