@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,11 +49,11 @@ class ConfigError(Exception):
         self.problems = problems
 
 
-def _only(allowed: object, hint: str) -> AfterValidator:
+def _only(allowed: Collection[object], hint: str) -> AfterValidator:
     """Values that the design knows and this version can't do are refused, never ignored."""
 
     def check(value: Any) -> Any:
-        if value != allowed:
+        if value not in allowed:
             raise ValueError(f"{value!r} is not supported yet; {hint}")
         return value
 
@@ -208,7 +208,9 @@ class SupervisorSettings(_Block):
     requests in flight.
     """
 
-    backend: Annotated[Literal["local", "systemd", "ray"], _only("local", "use local")] = "local"
+    backend: Annotated[
+        Literal["local", "systemd", "ray"], _only(("local", "systemd"), "use local or systemd")
+    ] = "local"
     state_dir: Annotated[Path, AfterValidator(_home_expanded)] = Path(".pagefleet")
     start_timeout: Annotated[
         Timeout, Field(description="A start without any progress for so long has failed.")

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import uvicorn
 
+from contracts.notify import Notifier
 from gateway.acceptor import Acceptor
 from gateway.admission import open_limits
 from gateway.app import Gateway
@@ -31,6 +32,7 @@ from gateway.tracing import open_tracer
 
 KEEP_ALIVE_SECONDS = 75  # over nginx's 60, so that nginx is the one who closes
 BEAT_SECONDS = 0.2
+REPORT_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +43,20 @@ class GatewayServer(uvicorn.Server):
     Processes that share the socket (the peers of `metrics`) share the connections evenly.
     """
 
-    def __init__(self, config: uvicorn.Config, metrics: Metrics, parent_pid: int | None = None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        metrics: Metrics,
+        parent_pid: int | None = None,
+        notifier: Notifier | None = None,
+    ) -> None:
         super().__init__(config)
+        self._notifier = notifier or Notifier()
         self._metrics = metrics
         self._parent_pid = parent_pid
         self._acceptors: list[Acceptor] = []
         self._beating: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,6 +81,8 @@ class GatewayServer(uvicorn.Server):
             self._acceptors.append(self._accept_from(listener, peers))
         self._metrics.publish()  # before the first request: who can claim is known to live
         self._beating = asyncio.create_task(self._beat(), name="board")
+        if self._notifier.is_used:
+            self._reporting = asyncio.create_task(self._report(), name="systemd")
 
     def _accept_from(self, listener: socket.socket, peers: Sequence[Peer]) -> Acceptor:
         protocol = partial(
@@ -86,15 +98,16 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._metrics.board.leave()
+        self._notifier.stopping("finishing the requests in flight")
         for acceptor in self._acceptors:
             await acceptor.close()
         try:
             await super().shutdown(sockets)
         finally:
-            if self._beating is not None:
-                self._beating.cancel()
+            for task in filter(None, (self._beating, self._reporting)):
+                task.cancel()
                 with suppress(asyncio.CancelledError):
-                    await self._beating
+                    await task
             self._metrics.board.close()
 
     async def _beat(self) -> None:
@@ -105,6 +118,15 @@ class GatewayServer(uvicorn.Server):
                 peer.look()
             self._metrics.publish()
             await asyncio.sleep(BEAT_SECONDS)
+
+    async def _report(self) -> None:
+        """To systemd: ready, then signs of life as long as this loop turns."""
+        while not self._notifier.ready("serving"):
+            await asyncio.sleep(BEAT_SECONDS)
+        while True:
+            self._notifier.status(f"{len(self.server_state.connections)} connections")
+            self._notifier.alive()
+            await asyncio.sleep(self._notifier.watchdog or REPORT_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
         if self._parent_pid is not None and os.getppid() != self._parent_pid:
@@ -194,7 +216,7 @@ def serve(
     if fleet_file is not None:
         app.follow(fleet_file)
     config = make_config(app, settings.timeouts.idle, fleet.supervisor.drain_timeout, loop)
-    server = GatewayServer(config, app.metrics, parent_pid)
+    server = GatewayServer(config, app.metrics, parent_pid, Notifier.from_environment())
     log.info("gateway (pid %d) serves on %s", os.getpid(), listener.getsockname())
     gc.collect()
     gc.freeze()  # modules and settings stay: no collection walks them, which would hold up every request

@@ -46,6 +46,11 @@ class WorkerConfig(WorkerOptions):
     shutdown_timeout: Duration = Field(
         900.0, description="Drain limit: how long running answers may go on after SIGTERM; default: 15m."
     )
+    start_timeout: Duration = Field(
+        120.0,
+        description="How long a start may show no progress before systemd, if that runs it, ends it; "
+        "default: 2m.",
+    )
     otlp_traces_endpoint: Endpoint = Field(
         None, description="OpenTelemetry collector (OTLP over HTTP) for spans of requests; none: no tracing."
     )
@@ -108,7 +113,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "server": ("host", "port", "uds", "max_body", "shutdown_timeout", "stall_limit", "disable_log_stats"),
     "tracing": ("otlp_traces_endpoint", "trace_sample_ratio"),
-    "fleet": ("slot", "generation", "parent_pid"),
+    "fleet": ("slot", "generation", "parent_pid", "start_timeout"),
 }
 
 # Start-up scripts for other servers carry these: the value that does nothing is accepted, others are refused.

@@ -20,6 +20,7 @@ _COMMANDS = {
     "audit": "gateway.cli.audit:audit",
     "plan": "gateway.cli.plan:plan",
     "nginx": "gateway.cli.nginx:nginx",
+    "systemd": "gateway.cli.systemd:systemd",
     "worker": "gateway.cli.process:worker",
     "gateway": "gateway.cli.process:gateway",
     "version": "gateway.cli.process:version",

@@ -7,7 +7,8 @@ import time
 import click
 
 from gateway.cli.common import EXIT_STILL_RUNNING, ask_supervisor, fail, print_json, which_fleet
-from gateway.fleet.errors import Conflict
+from gateway.fleet.backends.systemd import end_units
+from gateway.fleet.errors import Conflict, FleetError
 from gateway.fleet.reaper import reap
 from gateway.fleet.statedir import StateDir
 
@@ -20,6 +21,7 @@ from gateway.fleet.statedir import StateDir
 def down(state: StateDir, quick: bool, timeout: float, as_json: bool) -> None:
     """Stop the fleet: requests in flight end first. Not an error when none is up."""
     status = ask_supervisor(state, "POST", f"/stop?quick={int(quick)}")
+    was_up = status is not None or state.systemd.exists()  # units go on without their supervisor
     deadline = time.monotonic() + timeout
     while not _ended(state):
         if time.monotonic() > deadline:
@@ -27,9 +29,9 @@ def down(state: StateDir, quick: bool, timeout: float, as_json: bool) -> None:
             fail(f"still stopping after {timeout:g} s (supervisor is process {pid})", EXIT_STILL_RUNNING)
         time.sleep(0.1)
     if as_json:
-        print_json({"was_up": status is not None, "state_dir": str(state.root)})
+        print_json({"was_up": was_up, "state_dir": str(state.root)})
     else:
-        click.echo("stopped" if status is not None else f"no fleet was up in {state.root}")
+        click.echo("stopped" if was_up else f"no fleet was up in {state.root}")
 
 
 def _ended(state: StateDir) -> bool:
@@ -42,7 +44,10 @@ def _ended(state: StateDir) -> bool:
         return False
     try:
         reap(state.records)
+        end_units(state)
         state.remove_sockets()
+    except FleetError as error:
+        fail(str(error), error.exit_code)
     finally:
         state.release()
     return True

@@ -108,14 +108,16 @@ def _shared_threads(fleet: FleetFile) -> int | None:
 
 
 class Commands:
-    """Builds the command lines of a fleet. `parent` is the supervisor, whose end ends them all."""
+    """Builds the command lines of a fleet. `parent` is the supervisor, whose end ends them all; None: they
+    outlive it."""
 
-    def __init__(self, parent: int, fleet: FleetFile) -> None:
-        self._parent = parent
+    def __init__(self, parent: int | None, fleet: FleetFile) -> None:
+        self._parent = [] if parent is None else ["--parent-pid", str(parent)]
         self._threads = _shared_threads(fleet)
         self._common = [
             *("--shutdown-timeout", str(fleet.supervisor.drain_timeout)),
             *("--stall-limit", str(fleet.supervisor.stall_timeout)),
+            *("--start-timeout", str(fleet.supervisor.start_timeout)),
             *("--max-body", str(fleet.gateway.max_body)),
         ]
         tracing = fleet.gateway.tracing
@@ -134,7 +136,7 @@ class Commands:
             *("--model", entry.source),
             *("--served-model-name", entry.name, *entry.aliases),
             *("--uds", str(uds), "--slot", slot.name, "--generation", str(generation)),
-            *("--parent-pid", str(self._parent)),
+            *self._parent,
             *self._common,
             *option_flags(options),
         ]
@@ -145,5 +147,6 @@ class Commands:
             "gateway",
             *("--config", str(config), "--state-dir", str(state_dir)),
             *("--slot", slot, "--generation", str(generation)),
-            *("--fd", str(fd), "--parent-pid", str(self._parent)),
+            *("--fd", str(fd)),
+            *self._parent,
         ]

@@ -76,7 +76,12 @@ def _fleet_of(process: psutil.Process) -> str:
 
 def base_url(listener: socket.socket) -> str:
     """Where this machine's clients reach the socket; a wildcard address becomes loopback."""
-    host, port = listener.getsockname()[:2]
+    return url_of(*listener.getsockname()[:2])
+
+
+def url_of(host: str, port: int) -> str:
+    """The same for an address; ``localhost`` is the only name that it takes."""
+    host = "127.0.0.1" if host == "localhost" else host
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:
         host = "127.0.0.1" if address.version == 4 else "::1"

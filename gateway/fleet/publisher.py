@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,6 +71,7 @@ class Publisher:
         self._slots: dict[str, Slot] = {}
         self._written: tuple[int, int] | None = _identity(path)  # the file as we left it; None: to be written
         self._complaint = ""
+        self._is_held = False
         for slot in slots:
             self.place(slot)
 
@@ -147,10 +149,20 @@ class Publisher:
         self._written = None
         self.flush()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What changes meanwhile is written at the end, as one: gateways never see it half done."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self.flush()
+
     def flush(self) -> None:
         """Writes what is not on disk yet, or no longer (a file deleted or replaced by someone else); after a
         failure (a full disk) the next call tries again."""
-        if self._written is not None and self._written == _identity(self._path):
+        if self._is_held or (self._written is not None and self._written == _identity(self._path)):
             return
         models = {name: model.routes for name, model in self._models.items()}
         try:

@@ -7,21 +7,19 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from gateway.config import FleetFile
-from gateway.fleet import listen, logs
+from gateway.fleet import logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
-from gateway.fleet.backends.local import LocalBackend
+from gateway.fleet.backends.base import Backend
 from gateway.fleet.commands import Commands, Slot, gateway_slots, slots_for, slots_of, slugs_of
 from gateway.fleet.errors import EXIT_FAILED, InvalidFleet
+from gateway.fleet.hosting import Predecessors, hosting_of
 from gateway.fleet.probes import GatewayProbe
 from gateway.fleet.publisher import Publisher
-from gateway.fleet.reaper import reap
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir, write_private
 from gateway.fleet.unit import Timing, UnitSpec, UnitStatus
 from gateway.fleet.units import Units
@@ -29,7 +27,11 @@ from gateway.fleet.workers import Workers
 
 
 class Supervisor:
-    """A fleet in one process tree. `open` claims what can conflict, `run` runs until told to stop."""
+    """The control plane of a fleet. `open` claims what can conflict, `run` runs until told to stop.
+
+    Whether it takes the fleet's processes with it when it is told to end by a signal is the backend's: those
+    of systemd go on, and its successor takes them over.
+    """
 
     def __init__(
         self,
@@ -41,33 +43,35 @@ class Supervisor:
     ) -> None:
         settings = fleet.supervisor
         self._fleet = fleet
-        self._commands = commands or Commands(os.getpid(), fleet)
+        self.state = StateDir(settings.state_dir)
+        self._hosting = hosting_of(fleet, self.state)
+        self._commands = commands or Commands(self._hosting.parent, fleet)
         self._timing = timing or Timing(start_stall=settings.start_timeout, drain=settings.drain_timeout)
         self._notify = on_change
         self._slots = slots_of(fleet)
         self._gateways = gateway_slots(fleet.gateway.processes)
         self._started = time.time()
         self._stop = asyncio.Event()
+        self._leave = asyncio.Event()
         self._quick = False
         self._units: Units | None = None
-        self.state = StateDir(settings.state_dir)
-        self.reaped = 0
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Supervisor]:
         """Owns state directory and port; Conflict or InvalidFleet when somebody else has them."""
         self.state.acquire()
         try:
-            self.reaped = reap(self.state.records)
-            self.state.remove_sockets()
-            with self._listen() as self._listener:
-                self.state.place_sockets(slot.name for slot in [*self._slots, *self._other_slots()])
-                self.state.place_boards(self._gateways)
+            slots = [slot.name for slot in [*self._slots, *self._other_slots()]]
+            with self._hosting.open(slots, self._gateways):
                 self._write_snapshot()
                 yield self
         finally:
-            self.state.remove_sockets()
             self.state.release()
+
+    @property
+    def reaped(self) -> int:
+        """How many processes of a crashed predecessor `open` has ended."""
+        return self._hosting.reaped
 
     def _other_slots(self) -> list[Slot]:
         """Those that the models' next versions start in."""
@@ -79,16 +83,9 @@ class Supervisor:
         snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1)
         write_private(self.state.config, snapshot.encode())
 
-    def _listen(self) -> socket.socket:
-        try:
-            return listen.bind(self._fleet.gateway.host, self._fleet.gateway.port)
-        except InvalidFleet:
-            self.state.discard()
-            raise
-
     @property
     def url(self) -> str:
-        return listen.base_url(self._listener)
+        return self._hosting.url
 
     @property
     def statuses(self) -> tuple[UnitStatus, ...]:
@@ -104,31 +101,52 @@ class Supervisor:
     async def run(self) -> int:
         """Runs the fleet; exit code 0 after a stop, 1 when nothing is left that could serve."""
         self._publisher = Publisher(self.state.routes, self._slots)
-        with _signals(self.request_stop), LocalBackend(uuid.uuid4().hex, self.state.records) as backend:
-            self._units = units = Units(backend, self._timing, self._changed)
-            self._workers = Workers(units, self._publisher, self._commands, self.state)
-            app = admin_app(self._status, self.request_stop)
-            async with serve_admin(app, self.state.admin_socket):
-                try:
-                    for name in self._gateways:
-                        units.add(self._gateway_spec(name))
-                    for slot in self._slots:
-                        self._workers.add(slot)
-                    return await self._supervise(units)
-                finally:
-                    self._stop.set()
-                    await units.shut_down(self._patience)
+        on_signal = self._leave.set if self._outlived else self.request_stop
+        with _signals(on_signal):
+            async with self._hosting.backend() as (backend, before):
+                self._units = units = self._make_units(backend, before)
+                self._workers = Workers(
+                    units, self._publisher, self._commands, self.state, self._hosting.memory
+                )
+                app = admin_app(self._status, self.request_stop)
+                async with serve_admin(app, self.state.admin_socket):
+                    try:
+                        with self._publisher.together():
+                            for name in self._gateways:
+                                units.add(self._gateway_spec(name))
+                            for slot in self._slots:
+                                self._workers.add(slot)
+                        return await self._supervise(units)
+                    finally:
+                        await self._end(units)
+
+    @property
+    def _outlived(self) -> bool:
+        return self._hosting.parent is None
+
+    def _make_units(self, backend: Backend, before: Predecessors) -> Units:
+        return Units(backend, self._timing, self._changed, found=before.found, generations=before.generations)
+
+    async def _end(self, units: Units) -> None:
+        if self._outlived and not self._stop.is_set():
+            await units.leave()
+            return
+        self._stop.set()
+        await units.shut_down(self._patience)
+        await units.end_strangers(self._patience())
+        self._hosting.ended()
 
     async def _supervise(self, units: Units) -> int:
         stop = asyncio.create_task(self._stop.wait())
         housekeeping = asyncio.create_task(self._keep_house())
-        tasks: tuple[asyncio.Task[Any], ...] = (stop, housekeeping)
+        leave = asyncio.create_task(self._leave.wait())
+        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping)
         waited: set[asyncio.Future[Any]] = {*tasks, units.ended}
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 one.result()  # an exception here is a mistake of ours
-            return 0 if stop in done else EXIT_FAILED
+            return 0 if stop in done or leave in done else EXIT_FAILED
         finally:
             for task in tasks:
                 task.cancel()
@@ -138,7 +156,7 @@ class Supervisor:
         return 0.0 if self._quick else self._timing.drain + self._timing.stop_margin
 
     def _gateway_spec(self, slot: str) -> UnitSpec:
-        fd = self._listener.fileno()
+        fd = self._hosting.fd
         return UnitSpec(
             slot=slot,
             role="gateway",
@@ -147,7 +165,7 @@ class Supervisor:
                 slot, generation, self.state.config, self.state.root, fd
             ),
             probe=lambda generation: GatewayProbe(self.state.board(slot), generation),
-            fds=(fd,),
+            fds=self._hosting.fds,
         )
 
     def _changed(self, status: UnitStatus) -> None:

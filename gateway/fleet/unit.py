@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from gateway.fleet.backends.local import Child, LocalBackend
+from gateway.fleet.backends.base import Backend, Found, Process, Role
 from gateway.fleet.logs import tail
 from gateway.fleet.probes import Probe, Progress, WrongProcess
 from gateway.fleet.restart import RestartPolicy
@@ -32,7 +32,7 @@ class UnitStatus(msgspec.Struct, frozen=True, kw_only=True):
     until it is ready again; `last_exit`: why its last process ended, also when another is ready."""
 
     slot: str
-    role: Literal["gateway", "worker"]
+    role: Role
     model: str | None = None
     variant: str = ""
     state: UnitState = "waiting"
@@ -66,10 +66,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """How to start one unit. `launch` and `probe` get the generation; the start has `gpus` to itself."""
+    """How to start one unit. `launch` and `probe` get the generation; the start has `gpus` to itself;
+    `memory`: what it may take of the host's, where the backend limits that."""
 
     slot: str
-    role: Literal["gateway", "worker"]
+    role: Role
     log: Path
     launch: Callable[[int], list[str]]
     probe: Callable[[int], Probe]
@@ -77,6 +78,7 @@ class UnitSpec:
     variant: str = ""
     gpus: tuple[int, ...] = ()
     fds: tuple[int, ...] = ()
+    memory: Callable[[], int | None] | None = None
 
 
 @dataclass
@@ -107,18 +109,20 @@ class Unit:
     """Runs one slot. `on_change` is called with each new status, at once and in the loop's thread.
 
     `repaired`: whether the process is started again when it ends; may be changed at any time. `generation`:
-    of the slot's last process before.
+    of the slot's last process before. `found`: the process of an earlier supervisor, which is kept if it is
+    what would be started, and else ends first.
     """
 
     def __init__(
         self,
         spec: UnitSpec,
-        backend: LocalBackend,
+        backend: Backend,
         locks: StartLocks,
         timing: Timing,
         on_change: Callable[[UnitStatus], None],
         *,
         generation: int = 0,
+        found: Found | None = None,
     ) -> None:
         self._spec = spec
         self._backend = backend
@@ -126,7 +130,8 @@ class Unit:
         self._timing = timing
         self._on_change = on_change
         self._policy = timing.policy()
-        self._child: Child | None = None
+        self._child: Process | None = None
+        self._found = found
         self._log_start = 0
         self.repaired = True
         self.status = UnitStatus(
@@ -138,14 +143,33 @@ class Unit:
             since=time.time(),
             log=str(spec.log),
         )
+        if found is not None:
+            self._adopt(found)
+
+    def _adopt(self, found: Found) -> None:
+        """Its state is published as it was, before anybody is asked: a worker that serves goes on serving."""
+        self._child = found.process
+        is_ours = list(found.argv) == self._spec.launch(found.generation)
+        state: UnitState = ("ready" if found.ready else "starting") if is_ours else "stopping"
+        self.status = msgspec.structs.replace(
+            self.status, state=state, phase=state, generation=found.generation, pid=found.process.pid
+        )
 
     async def run(self) -> None:
         """Keeps the unit alive until it has failed for good, or has ended and isn't to be repaired; cancel it
         before `stop`."""
+        if self.status.state == "stopping":  # found, and not what is wanted now
+            await self.stop(self._timing.drain + self._timing.stop_margin)
+            self._found = None
         while True:
-            self._set(state="waiting", pid=None)
-            async with self._locks.hold(self._spec.gpus):
-                end, probe = await self._start()
+            if self._found is not None and self._found.ready:
+                end, probe = await self._rise(self._found.process)
+            else:
+                if self._found is None:
+                    self._set(state="waiting", pid=None)
+                async with self._locks.hold(self._spec.gpus):
+                    end, probe = await self._start()
+            self._found = None
             ready_at = time.monotonic()
             if end is None and probe is not None:
                 end = await self._watch(probe)
@@ -186,22 +210,30 @@ class Unit:
             self._child.kill()
 
     async def _start(self) -> tuple[_End | None, Probe | None]:
+        if self._found is not None:  # in the middle of its start
+            return await self._rise(self._found.process)
         generation = self.status.generation + 1
         log = self._spec.log
         self._log_start = log.stat().st_size if log.exists() else 0
         try:
             child = self._backend.spawn(
                 self._spec.launch(generation),
+                role=self._spec.role,
                 slot=self._spec.slot,
                 generation=generation,
                 log=log,
                 fds=self._spec.fds,
+                memory=self._spec.memory,
             )
         except OSError as error:
             return _End(f"can't be started: {error}"), None
         self._child = child
         self._set(state="starting", phase="starting", done=0, total=0, pid=child.pid, generation=generation)
-        probe = self._spec.probe(generation)
+        return await self._rise(child)
+
+    async def _rise(self, child: Process) -> tuple[_End | None, Probe | None]:
+        """Waits for what was started to be ready."""
+        probe = self._spec.probe(self.status.generation)
         ready = False
         try:
             end = await self._await_ready(child, probe)
@@ -215,7 +247,7 @@ class Unit:
         self._set(state="ready", phase="ready", done=0, total=0, error=None, log_tail=())
         return None, probe
 
-    async def _await_ready(self, child: Child, probe: Probe) -> _End | None:
+    async def _await_ready(self, child: Process, probe: Probe) -> _End | None:
         """The readiness ladder: executed, says who it is, loads with progress, ready (None)."""
         last, moved_at = Progress(phase="starting"), time.monotonic()
         failure: str | None = None
@@ -225,7 +257,8 @@ class Unit:
             except WrongProcess as error:
                 return _End(str(error))
             if child.exited.done():
-                return _exit_end(child.exited.result(), failure)
+                return _exit_end(child, failure)
+            self._set(pid=child.pid)
             if progress is not None and progress.ready:
                 return None
             if progress is not None and progress.failure is not None:
@@ -246,7 +279,7 @@ class Unit:
                 await asyncio.wait({child.exited}, timeout=self._timing.health_poll)
                 health = await _unless_exited(child, probe.health())
                 if child.exited.done():
-                    return _exit_end(child.exited.result(), was_ready=True)
+                    return _exit_end(child, was_ready=True)
                 now = time.monotonic()
                 if health is not None:
                     healthy_at = now
@@ -272,7 +305,7 @@ class Unit:
             self._on_change(status)
 
 
-async def _unless_exited(child: Child, question: Awaitable[T]) -> T | None:
+async def _unless_exited(child: Process, question: Awaitable[T]) -> T | None:
     """The answer, or None as soon as the process has ended."""
     task = asyncio.ensure_future(question)
     try:
@@ -283,13 +316,16 @@ async def _unless_exited(child: Child, question: Awaitable[T]) -> T | None:
         task.cancel()
 
 
-def _exit_end(code: int, failure: str | None = None, was_ready: bool = False) -> _End:
+def _exit_end(child: Process, failure: str | None = None, was_ready: bool = False) -> _End:
     """`failure`: why, in the process's own words."""
+    code = child.exited.result()
     fatal = code == EXIT_BAD_CONFIGURATION
     if failure is not None:
         return _End(f"did not start: {failure}", fatal)
     if fatal:
         return _End("refused its configuration (exit code 2)", fatal)
+    if child.reason is not None:
+        return _End(child.reason)
     if code == 0 and was_ready:
         return _End("was asked to end (SIGTERM) and did", orderly=True)
     if code == -9:

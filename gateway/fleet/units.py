@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from gateway.fleet.backends.local import LocalBackend
+from gateway.fleet.backends.base import ROLES, Backend, Found
 from gateway.fleet.unit import StartLocks, Timing, Unit, UnitSpec, UnitStatus
 
 
@@ -16,10 +17,19 @@ class Units:
     generation after its last one, so that no two processes ever have the same slot and generation.
     `ended` is done when nothing is left that could serve, or with the exception of a unit's task: a mistake
     of ours. Units that aren't `repaired` (a rollout's) are nobody's hope.
+
+    `found`: processes that an earlier supervisor started, by slot; `add` takes over the one that is in the
+    slot. `generations`: of the slots' last processes.
     """
 
     def __init__(
-        self, backend: LocalBackend, timing: Timing, on_change: Callable[[UnitStatus], None]
+        self,
+        backend: Backend,
+        timing: Timing,
+        on_change: Callable[[UnitStatus], None],
+        *,
+        found: Mapping[str, Found] = MappingProxyType({}),
+        generations: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._backend = backend
         self._timing = timing
@@ -27,7 +37,8 @@ class Units:
         self._locks = StartLocks()
         self._units: dict[str, Unit] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._generations: dict[str, int] = {}
+        self._generations = dict(generations)
+        self._found = dict(found)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -48,6 +59,7 @@ class Units:
                 self._timing,
                 self._on_change,
                 generation=self._generations.get(spec.slot, 0),
+                found=self._found.pop(spec.slot, None),
             )
             self._units[spec.slot] = unit
             self._on_change(unit.status)
@@ -90,9 +102,20 @@ class Units:
     async def shut_down(self, patience: Callable[[], float]) -> None:
         """Ends all: gateways first, so that requests in flight end while their workers are still there."""
         await self._cancel(list(self._tasks))
-        for role in ("gateway", "worker"):
+        for role in ROLES:
             group = [unit for unit in self._units.values() if unit.status.role == role]
             await asyncio.gather(*(unit.stop(patience()) for unit in group))
+
+    async def leave(self) -> None:
+        """Looks after nothing any more; the processes go on as they are."""
+        await self._cancel(list(self._tasks))
+
+    async def end_strangers(self, patience: float) -> None:
+        """Ends what was found in slots that are no longer there."""
+        found, self._found = self._found, {}
+        for role in ROLES:
+            group = [one.process for one in found.values() if one.role == role]
+            await asyncio.gather(*(process.stop(patience) for process in group))
 
     def kill(self) -> None:
         """Ends every process now; what waits for its end returns soon after."""

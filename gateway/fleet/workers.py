@@ -20,13 +20,21 @@ class Workers:
     A slot says it all: its name, its variant, and the model's entry (source, options) that it runs. `add`
     fills it, `remove` empties it and takes it out of the routes; a variant's weight is the publisher's
     (`publisher.split`), and one that has none yet gets no requests. `watchers` are told each new status of a
-    worker, after the routes have it.
+    worker, after the routes have it. `memory`: bytes of the host's that a worker may take.
     """
 
-    def __init__(self, units: Units, publisher: Publisher, commands: Commands, state: StateDir) -> None:
+    def __init__(
+        self,
+        units: Units,
+        publisher: Publisher,
+        commands: Commands,
+        state: StateDir,
+        memory: Callable[[Slot], int | None] = lambda slot: None,
+    ) -> None:
         self._units = units
         self._commands = commands
         self._state = state
+        self._memory = memory
         self._slots: dict[str, Slot] = {}
         self.publisher = publisher
         self.watchers: list[Callable[[UnitStatus], None]] = []
@@ -77,6 +85,7 @@ class Workers:
             ),
             probe=lambda generation: WorkerProbe(self.uds(slot.name, generation), slot.name, generation),
             gpus=gpus_of(slot.entry.worker),
+            memory=lambda: self._memory(slot),
         )
 
 

@@ -359,8 +359,8 @@ CASES = {
         ":1: gateway.audit.keep: Input should be greater than or equal to 1",
     ),
     "backend": (
-        "supervisor: {backend: systemd}\n" + GOOD,
-        ":1: supervisor.backend: 'systemd' is not supported yet; use local",
+        "supervisor: {backend: ray}\n" + GOOD,
+        ":1: supervisor.backend: 'ray' is not supported yet; use local or systemd",
     ),
     "bad regular expression": (
         A + "    golden: [{prompt: x, expect: '/(/'}]\n",

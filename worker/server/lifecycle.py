@@ -17,6 +17,7 @@ import msgspec
 import uvicorn
 
 from contracts.errors import ApiError, unavailable
+from contracts.notify import Notifier
 from contracts.options import WorkerOptions
 from contracts.units import format_bytes, format_duration
 from worker.config import EXIT_INVALID, WorkerConfig
@@ -25,6 +26,7 @@ from worker.ipc.messages import EngineStats, Progress
 from worker.server.app import create_app
 from worker.server.listen import BindError, address, bind
 from worker.server.state import ServerState
+from worker.server.supervision import Supervision
 from worker.server.text_model import TextModel
 from worker.weights.source import SourceUnavailable, resolve_source
 
@@ -54,6 +56,7 @@ class WorkerProcess:
         self.config = config
         self.state = ServerState(config)
         self.state.tracer = open_tracer(config)
+        self._supervision = Supervision(self.state, Notifier.from_environment(), config.start_timeout)
         self._sock = sock
         self._client: EngineClient | None = None
         self._exit_code: asyncio.Future[int] | None = None  # set once the process is to stop
@@ -68,7 +71,10 @@ class WorkerProcess:
             loop.add_signal_handler(number, self._on_signal, number)
         server = HttpServer(uvicorn_config(self.state))
         serving = asyncio.create_task(server.serve(sockets=[self._sock]), name="http")
-        tasks = [asyncio.create_task(self._load(), name="load")]
+        tasks = [
+            asyncio.create_task(self._load(), name="load"),
+            asyncio.create_task(self._supervision.run(), name="supervision"),
+        ]
         if self.config.parent_pid is not None:
             tasks.append(asyncio.create_task(self._watch_parent(self.config.parent_pid), name="parent"))
         if not self.config.disable_log_stats:
@@ -152,6 +158,7 @@ class WorkerProcess:
         self._signals += 1
         name = signal.Signals(number).name
         if self._signals == 1:
+            self._supervision.stopping()
             log.info("%s: draining, %d requests in work", name, self.state.gate.inside)
             self._stopping = asyncio.create_task(self._drain(), name="drain")
         elif self._signals == 2:

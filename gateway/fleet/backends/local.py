@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gateway.config import ENV_PREFIX
+from gateway.fleet.backends.base import Role
 from gateway.fleet.logs import open_log
 from gateway.fleet.reaper import MARK, Record, Records, boot_id, kill_marked, start_ticks, write_records
 
@@ -26,6 +27,7 @@ class Child:
         self._process = process
         self.mark = mark
         self.record = Record(pid=process.pid, started=started, mark=mark)
+        self.reason: str | None = None  # no more is known than the code
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
@@ -81,9 +83,18 @@ class LocalBackend:
         self._path.unlink(missing_ok=True)
 
     def spawn(
-        self, argv: Sequence[str], *, slot: str, generation: int, log: Path, fds: Sequence[int] = ()
+        self,
+        argv: Sequence[str],
+        *,
+        role: Role,
+        slot: str,
+        generation: int,
+        log: Path,
+        fds: Sequence[int] = (),
+        memory: Callable[[], int | None] | None = None,
     ) -> Child:
-        """Starts a process. Main thread only: the death signal is tied to the thread that forks."""
+        """Starts a process. Main thread only: the death signal is tied to the thread that forks. Memory isn't
+        limited."""
         mark = f"{self._instance}/{slot}.{generation}"
         output = open_log(log)
         try:
