@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from worker import LLM, SamplingParams
 from worker.engine.blocks import PagePool, page_hash, root_hash
 from worker.engine.budget import plan_pages
 from worker.engine.config import EngineError, resolve
+from worker.ipc.messages import EngineRequest
 from worker.llm import CompletionOutput
 from worker.runner.batch import BatchState
 from worker.weights.source import resolve_source
@@ -125,6 +127,37 @@ def test_a_salt_never_meets_an_adapter_of_its_name(salt: str, adapter: str) -> N
     (page,) = pool.allocate(1) or []
     pool.publish(page, page_hash(root_hash(salt, adapter), [1, 2]))
     assert pool.find([page_hash(root_hash(adapter, salt), [1, 2])]) == []
+
+
+def test_a_storm_of_aborts_touches_no_page_of_others_and_leaks_none(model: str) -> None:
+    """Bit for bit; and what is finished after it is what it would have been without it."""
+    rng = random.Random(5)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "threads": 1}
+    with LLM(model, num_gpu_blocks_override=80, **limits) as llm:
+        expected = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+        engine = llm._engine
+        cache, pool = engine.runner.kv_cache.pool, engine.scheduler.pool
+        canaries = pool.allocate(50) or []  # leaves less than eight requests need: some are preempted
+        with torch.inference_mode():
+            cache[:, :, canaries] = 1.25
+        alive: set[str] = set()
+        for number in range(120):
+            prompt = [*SHARED[: rng.randrange(80)], *rng.choices(range(300), k=rng.randrange(1, 60))]
+            assert engine.add(EngineRequest(str(number), prompt, params, number)) is None
+            alive.add(str(number))
+            for _ in range(rng.randrange(4)):
+                alive -= {output.request_id for output in engine.step() if output.finish_reason}
+            for name in rng.sample(sorted(alive), len(alive) // 8):
+                engine.abort(name)
+                alive.remove(name)
+        while engine.has_work:
+            engine.step()
+        assert llm.stats.preemptions > 0
+        assert bool((cache[:, :, canaries] == 1.25).all())
+        pool.release(canaries)
+        assert llm.check_integrity() == ""
+        assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == expected
 
 
 def test_slots_of_very_high_pages_are_64_bit() -> None:

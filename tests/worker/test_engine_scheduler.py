@@ -68,7 +68,7 @@ class Harness:
             arrival=self.time,
             service_class=level,
         )
-        request = Request(message, max_model_len=10_000, eos_token_ids=frozenset({99}), number=self.numbers)
+        request = Request(message, max_model_len=40_000, eos_token_ids=frozenset({99}), number=self.numbers)
         self.device_tokens[name] = list(prompt)
         self.scheduler.add(request)
         return request
@@ -157,6 +157,32 @@ def test_pages_are_taken_on_demand_and_decodes_come_first():
     step = harness.step()
     assert [(row.request.id, row.count) for row in step.rows] == [("a", 1), ("b", 7)]
     assert len(first.pages) == 2
+
+
+class Blind(Harness):
+    """Without the model of the KV cache, which takes the square of a prompt's length."""
+
+    def _compute(self, step: Step) -> list[int]:
+        return [row.start % 50 for row in step.rows if row.sample]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_of_30000_tokens_takes_no_step_from_those_who_decode(depth: int):
+    """The longest gap of a stream is one step, and no step is larger than the budget."""
+    length, budget = 30_000, 512
+    harness = Blind(pages=length // PAGE + 1000, seqs=8, budget=budget, depth=depth)
+    streams = {harness.add(f"s{i}", [i] * 8, 200).id for i in range(5)}
+    while streams != {row.request.id for row in harness.step().rows if row.decode}:
+        pass
+    long = harness.add("long", [i % 50 for i in range(length)], 1)
+    steps = 0
+    while long.finish_reason is None:
+        step = harness.step()
+        steps += 1
+        assert {row.request.id for row in step.rows if row.decode} == streams
+        assert step.num_tokens <= budget
+    assert steps <= -(-length // (budget - len(streams))) + depth
+    harness.run()
 
 
 def test_a_prompt_is_not_split_when_chunking_is_off():

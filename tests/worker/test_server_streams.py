@@ -222,26 +222,36 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 
 
 async def test_abort_by_id_takes_the_whole_id_only() -> None:
-    engine = slow_engine()
+    engine = FakeEngine(lambda request: list(LONG), paused=True)
     state = make_state(engine)
     async with serving(state) as url, httpx.AsyncClient(timeout=60) as client:
-        asking = {
-            name: asyncio.create_task(
-                client.post(
-                    f"{url}/v1/completions",
-                    json={"model": MODEL, "prompt": "Hi", "max_tokens": 400},
-                    headers={"x-request-id": name},
-                )
-            )
-            for name in ("a", "ab")
-        }
-        await eventually(lambda: len(engine.submitted) == 2)
+
+        def ask(name: str) -> asyncio.Task[httpx.Response]:
+            body = {"model": MODEL, "prompt": "Hi", "max_tokens": 400}
+            headers = {"x-request-id": name}
+            return asyncio.create_task(client.post(f"{url}/v1/completions", json=body, headers=headers))
+
+        asking = {name: ask(name) for name in ("a", "ab", "ba")}
+        await eventually(lambda: len(engine.submitted) == 3)
         assert (await client.post(f"{url}/admin/abort", json={"request_ids": ["a"]})).json() == {"aborted": 1}
-        answer = await asking["a"]
+        answer = await asking.pop("a")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "request_aborted")
-        assert not asking["ab"].done()
-        assert (await client.post(f"{url}/admin/abort")).json() == {"aborted": 1}
-        assert (await asking["ab"]).status_code == 503
+        engine.paused = False
+        for answer in await asyncio.gather(*asking.values()):
+            assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "A" * 400)
+
+
+async def test_abort_without_ids_takes_everything() -> None:
+    engine = FakeEngine(lambda request: list(LONG), paused=True)
+    async with serving(make_state(engine)) as url:
+        asking = [asyncio.create_task(post_lines(url, path, fields)) for path, fields in ROUTES]
+        await eventually(lambda: len(engine.submitted) == 9)
+        async with httpx.AsyncClient(timeout=60) as client:
+            assert (await client.post(f"{url}/admin/abort")).json() == {"aborted": len(ROUTES)}
+        answers = await asyncio.gather(*asking)
+        assert [answer.status_code for answer in answers] == [503, 200, 503, 200, 503, 200]
+        assert all("request_aborted" in answer.text for answer in answers)
+        assert all("[DONE]" not in answer.text for answer in answers)
         assert engine.in_flight == 0
 
 
