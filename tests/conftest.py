@@ -3,6 +3,8 @@ makes that a failure."""
 
 from __future__ import annotations
 
+import compileall
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +13,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = Path(os.environ.get("PAGEFLEET_DEMO_MODEL", ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+
+
+# The same examples each time, and no failure because a machine was busy: what fails here fails everywhere.
+# `HYPOTHESIS_PROFILE=default` looks for new ones.
+with contextlib.suppress(ImportError):  # the tests on a card need no hypothesis
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_sessionstart() -> None:
+    """Tests start hundreds of processes: with PYTHONDONTWRITEBYTECODE each would compile what it imports."""
+    for package in ("contracts", "gateway", "kernels", "worker", "tests"):
+        compileall.compile_dir(ROOT / package, quiet=2)
 
 
 def _missing(item: pytest.Item) -> str | None:

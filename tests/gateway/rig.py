@@ -80,7 +80,7 @@ class Rig:
             # pytest's own limit doesn't stop a test in this event loop.
             async with (
                 asyncio.timeout(100),
-                httpx.AsyncClient(base_url=base, timeout=30, limits=pool, trust_env=False) as self.client,
+                httpx.AsyncClient(base_url=base, timeout=60, limits=pool, trust_env=False) as self.client,
             ):
                 yield self
         finally:
@@ -104,7 +104,7 @@ class Rig:
         """A request for `m` that makes the worker do something."""
         return await self.post({"model": "m", "stream": stream, "fake": fake})
 
-    async def raw(self, data: bytes, wait: float = 10.0) -> bytes:
+    async def raw(self, data: bytes, wait: float = 60.0) -> bytes:
         """Everything that comes back on a connection of its own until it is closed."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
@@ -130,7 +130,8 @@ async def one_worker(folder: Path, tcp: bool = False, **settings: Any) -> AsyncI
         yield rig
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """What is waited for comes at once, unless the machine is busy with other things."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

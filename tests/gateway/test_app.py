@@ -203,8 +203,8 @@ async def test_overhead_leaves_out_the_workers_time(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         await rig.ask(do="json", wait=0.5)
         found = await metrics(rig)
-        assert found["pagefleet_gateway_request_seconds_sum", "m"] >= 0.5
-        assert found["pagefleet_gateway_overhead_seconds_sum", "m"] < 0.4
+        seconds = found["pagefleet_gateway_request_seconds_sum", "m"]
+        assert 0 < found["pagefleet_gateway_overhead_seconds_sum", "m"] <= seconds - 0.49
 
 
 async def test_inflight_and_weights_follow_the_routes(tmp_path: Path) -> None:

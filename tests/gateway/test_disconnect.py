@@ -1,4 +1,4 @@
-"""Client gone → the worker sees it within a second, on every route, at every point; nothing stays behind."""
+"""Client gone → the worker sees it at once, on every route, at every point; nothing stays behind."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ PROXIED = [
 ]
 
 
+AT_ONCE = 10.0  # seconds: less than anything else that would end a request here, much for a busy machine
+
+
 async def send(rig: Rig, path: str = CHAT, **fake: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
     writer.write(http_post(json.dumps({"model": "m", "fake": fake}).encode(), path=path))
@@ -43,7 +46,7 @@ async def test_before_the_first_byte_on_every_route(tmp_path: Path, tcp: bool) -
             _, writer = await send(rig, path, do="json", wait=30)
             await until(lambda count=number: len(rig.workers[0].requests) == count)
             await asyncio.sleep(0.05)
-            assert await leave(rig, writer) < 1
+            assert await leave(rig, writer) < AT_ONCE
         await rig.idle()
 
 
@@ -51,7 +54,7 @@ async def test_after_a_second_of_waiting(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         _, writer = await send(rig, do="json", wait=30)
         await asyncio.sleep(1)
-        assert await leave(rig, writer) < 1
+        assert await leave(rig, writer) < AT_ONCE
         metrics = (await rig.client.get("/metrics")).text
         assert 'pagefleet_gateway_requests_total{model="m",status="499",target="s.1"} 1.0' in metrics
 
@@ -61,7 +64,7 @@ async def test_at_once(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         _, writer = await send(rig, do="hang")
         await until(lambda: rig.workers[0].requests)
-        assert await leave(rig, writer) < 1
+        assert await leave(rig, writer) < AT_ONCE
 
 
 async def test_in_a_stream(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ async def test_in_a_stream(tmp_path: Path) -> None:
         for fake in ({"do": "sse", "chunks": 10_000, "delay": 0.01}, {"do": "sse", "stop_at": 2}):
             reader, writer = await send(rig, **fake)
             await reader.readuntil(b"token")
-            assert await leave(rig, writer) < 1
+            assert await leave(rig, writer) < AT_ONCE
         await rig.idle()
 
 
@@ -80,7 +83,7 @@ async def test_with_more_requests_pipelined_behind(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         writer.write(http_post(b'{"model":"m"}') * 3)
         await asyncio.sleep(0.1)
-        assert await leave(rig, writer) < 1
+        assert await leave(rig, writer) < AT_ONCE
         await rig.idle()
         assert len(rig.workers[0].requests) == 1
 
@@ -110,8 +113,7 @@ async def test_in_the_middle_of_its_body(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(http_post(b'{"model":"m"}')[:-5])
-        await asyncio.sleep(0.1)
-        assert rig.server.server_state.tasks
+        await until(lambda: rig.server.server_state.tasks)
         writer.close()
         await until(lambda: not rig.server.server_state.tasks)
         assert not rig.workers[0].requests

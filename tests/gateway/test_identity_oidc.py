@@ -274,12 +274,13 @@ async def test_a_remembered_token_expires_in_time(
     issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with checking(issuer, tmp_path, leeway=0) as auth:
-        token = issuer.token(exp=int(time.time()) + 2)
+        token = issuer.token(exp=int(time.time()) + 60)
         assert (await ask(auth, token)).user == "alice"
         monkeypatch.setattr(tokens.jws, "validate_compact", None)  # not checked again
         assert (await ask(auth, token)).user == "alice"
         monkeypatch.undo()
-        await asyncio.sleep(2.1)
+        later = time.time() + 60
+        monkeypatch.setattr(time, "time", lambda: later)
         assert "has expired" in (await refusal(auth, token)).message
 
 
@@ -404,7 +405,7 @@ async def test_an_issuer_that_hangs_holds_nobody_for_long(
         with pytest.raises(ApiError) as caught:
             await ask(auth, issuer.token())
         assert caught.value.status == 503
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
 
 UNUSABLE = {

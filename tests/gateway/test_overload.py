@@ -87,7 +87,7 @@ async def test_who_leaves_while_queued_is_gone_at_once(tmp_path: Path) -> None:
         assert metric(rig, "pagefleet_gateway_queue_waiting") == 10
         for task in tasks:
             task.cancel()
-        await until(lambda: waiting(rig) == 0, seconds=1)
+        await until(lambda: waiting(rig) == 0)
         rig.workers[0].gate.set()
         await asyncio.gather(*streams)
         assert len(rig.workers[0].requests) == 9
@@ -263,16 +263,16 @@ async def test_batch_work_in_the_worker_keeps_no_interactive_request_in_the_gate
 
 
 async def test_load_far_above_capacity_is_served_at_full_rate_and_told_the_truth(tmp_path: Path) -> None:
-    """20 ms a request and 9 at a time are 450 a second; three times as many come. What is accepted is served
+    """200 ms a request and 9 at a time are 45 a second; many times as many come. What is accepted is served
     in time, what isn't is refused."""
-    async with saturable(tmp_path, timeouts={"first_byte": "1s"}, queue={"size": 2000}) as rig:
+    async with saturable(tmp_path, timeouts={"first_byte": "2s"}, queue={"size": 2000}) as rig:
         loop = asyncio.get_running_loop()
         took: dict[int, list[float]] = {}
         told: list[int] = []
 
         async def one() -> None:
             began = loop.time()
-            response = await rig.ask(do="json", wait=0.02)
+            response = await rig.ask(do="json", wait=0.2)
             took.setdefault(response.status_code, []).append(loop.time() - began)
             if response.status_code == 503:
                 assert error_of(response)["code"] == "overloaded"
@@ -280,11 +280,11 @@ async def test_load_far_above_capacity_is_served_at_full_rate_and_told_the_truth
 
         tasks = []
         for _ in range(60):
-            tasks += [asyncio.create_task(one()) for _ in range(20)]
-            await asyncio.sleep(0.015)
+            tasks += [asyncio.create_task(one()) for _ in range(15)]
+            await asyncio.sleep(0.01)
         await asyncio.gather(*tasks)
         assert set(took) <= {200, 503}
-        assert len(took[200]) > 100
+        assert len(took[200]) > 30
         assert told
         assert all(1 <= seconds <= 60 for seconds in told)
         assert (rig.inflight(), waiting(rig)) == (0, 0)

@@ -161,12 +161,12 @@ async def test_requests_that_do_not_arrive_whole(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_body_that_keeps_coming_may_take_longer(tmp_path: Path) -> None:
-    async with one_worker(tmp_path, timeouts={"idle": 0.5}) as rig:
+    async with one_worker(tmp_path, timeouts={"idle": 1.5}) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-        data = http_post(BODY, b"connection: close\r\n")
-        for start in range(0, len(data), 16):
-            writer.write(data[start : start + 16])
-            await asyncio.sleep(0.15)
+        writer.write(http_post(BODY, b"connection: close\r\n")[: -len(BODY)])
+        for start in range(0, len(BODY), 3):
+            writer.write(BODY[start : start + 3])
+            await asyncio.sleep(0.4)
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
@@ -231,7 +231,7 @@ async def post(rig: Rig, body: bytes = BODY) -> bytes:
     return await rig.raw(http_post(body, b"connection: close\r\n"), 60)
 
 
-async def ended(child: subprocess.Popen[bytes], seconds: float = 20) -> int:
+async def ended(child: subprocess.Popen[bytes], seconds: float = 60) -> int:
     await until(lambda: child.poll() is not None, seconds)
     return child.returncode
 

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,12 @@ async def test_stream_bytes_are_the_workers_bytes(tmp_path: Path) -> None:
 
 async def test_chunks_are_not_held_back(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
-        async with rig.client.stream("POST", CHAT, json=request(do="sse", chunks=8, delay=0.2)) as response:
-            arrivals = []
-            async for piece in response.aiter_raw():
-                arrivals.append((time.monotonic(), piece))
-        assert arrivals[0][1] == sse_event(0)
-        assert arrivals[-1][0] - arrivals[0][0] > 0.8
+        async with rig.client.stream("POST", CHAT, json=request(do="sse", chunks=3, gate_at=1)) as response:
+            pieces = response.aiter_raw()
+            assert await anext(pieces) == sse_event(0)  # while the worker waits
+            rig.workers[0].gate.set()
+            rest = b"".join([piece async for piece in pieces])
+        assert rest == sse_event(1) + sse_event(2) + b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -138,13 +137,14 @@ async def test_300_slow_streams_to_one_worker(tmp_path: Path) -> None:
 async def test_a_long_stream_survives_changes_of_the_routes(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         other = await rig.worker("other")
-        stream = asyncio.create_task(collect(rig, do="sse", chunks=40, delay=0.05))
+        stream = asyncio.create_task(collect(rig, do="sse", chunks=40, gate_at=20))
         await until(lambda: rig.inflight() == 1)
         for generation in range(2, 6):
             rig.route(target(other, generation=generation))
             await until(lambda: rig.app.router.table.epoch == rig.epoch)
             assert (await rig.post()).json()["served_by"] == "other"
             assert rig.inflight() == 1
+        rig.workers[0].gate.set()
         response, body = await stream
         assert body.endswith(b"[DONE]\n\n")
         assert body.count(b"token") == 40
@@ -160,8 +160,8 @@ async def test_a_client_that_does_not_read_makes_the_worker_wait(tmp_path: Path)
             loop = asyncio.get_running_loop()
             body = json.dumps({"model": "m", "fake": {"do": "big", "size": size}}).encode()
             await loop.sock_sendall(client, http_post(body, b"connection: close\r\n"))
-            await asyncio.sleep(0.7)
-            assert rig.workers[0].requests
+            await until(lambda: rig.workers[0].requests)
+            await asyncio.sleep(0.5)
             assert not rig.workers[0].requests[0].answered
             received = 0
             while piece := await loop.sock_recv(client, 1 << 20):

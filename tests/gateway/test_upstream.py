@@ -236,7 +236,7 @@ async def test_timeouts(
     error = await failure(upstream, worker, timeouts(**limits), **fake)
     assert error.kind == "timeout"
     assert f"timeouts.{what}" in str(error)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     await until(lambda: worker.requests[0].closed_at is not None)
 
 
@@ -253,8 +253,8 @@ async def test_a_short_idle_limit_holds_after_exchanges_that_were_quick(
 async def test_pieces_within_the_idle_limit_may_take_longer_together(
     upstream: Upstream, worker: FakeWorker
 ) -> None:
-    limits = timeouts(idle=0.5, first_byte=0.5)
-    assert (await fetch(upstream, worker, limits, do="sse", chunks=8, delay=0.15)).endswith(b"[DONE]\n\n")
+    limits = timeouts(idle=2.0, first_byte=2.0)
+    assert (await fetch(upstream, worker, limits, do="sse", chunks=5, delay=0.5)).endswith(b"[DONE]\n\n")
 
 
 async def test_cancelled_request_closes_its_connection(upstream: Upstream, worker: FakeWorker) -> None:

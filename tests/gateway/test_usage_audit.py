@@ -52,7 +52,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -155,7 +155,7 @@ def test_adding_costs_the_event_loop_almost_nothing(tmp_path: Path) -> None:
     began = time.monotonic()
     for number in range(20_000):
         running.add(record(number))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     held.set()
     running.close()
     assert len(written(tmp_path / "a")) == 20_001
