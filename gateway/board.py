@@ -28,6 +28,7 @@ Key = tuple[str, ...]
 # First parts of keys that are read elsewhere too, as they are in metrics.
 CONFIG = "config"  # no metric: the digest of the fleet file that the process follows
 ROUTE_EPOCH = "pagefleet_route_epoch"
+QUEUE_WAITING = "pagefleet_gateway_queue_waiting"
 INFLIGHT = "pagefleet_gateway_inflight"
 TARGET_REQUESTS = "pagefleet_gateway_target_requests_total"
 TARGET_ERRORS = "pagefleet_gateway_target_errors_total"

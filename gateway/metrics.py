@@ -11,7 +11,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.board import INFLIGHT, ROUTE_EPOCH, TARGET_ERRORS, TARGET_REQUESTS, Board, Peer, Reading
+from gateway.board import (
+    INFLIGHT,
+    QUEUE_WAITING,
+    ROUTE_EPOCH,
+    TARGET_ERRORS,
+    TARGET_REQUESTS,
+    Board,
+    Peer,
+    Reading,
+)
 from gateway.families import Combine, Counter, Families, Gauge, Histogram, Labels
 from gateway.fleet.state import Target
 from gateway.routing import Router
@@ -171,7 +180,7 @@ class Metrics:
             combine=min,
         )
         self.gauge(
-            "pagefleet_gateway_queue_waiting",
+            QUEUE_WAITING,
             "Requests that wait for a worker with room.",
             waiting,
             ["model"],

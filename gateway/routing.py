@@ -123,13 +123,18 @@ class Table:
                     live.append(backend)
             split = len({backend.target.variant for backend in live}) > 1
             self.entries[model] = Entry(routes, tuple(live), split, routes.hold and not live)
-        for model, routes in file.models.items():
-            for alias in routes.aliases:
+        found = list(self.found())
+        for model, entry in found:
+            for alias in entry.routes.aliases:
                 self.names.setdefault(alias, model)
-        self.names.update((model, model) for model in file.models)
+        self.names.update((model, model) for model, _ in found)
         for key, backend in backends.items():
             if backend.inflight:
                 self.backends.setdefault(key, backend)
+
+    def found(self) -> Iterator[tuple[str, Entry]]:
+        """The models that requests find, by name."""
+        return ((model, entry) for model, entry in self.entries.items() if not entry.routes.retired)
 
     @property
     def addresses(self) -> set[str]:
@@ -366,7 +371,7 @@ class Router:
     def models(self) -> Iterator[tuple[str, str]]:
         """(name, model) of every name that a request may use, models before their aliases."""
         known = dict(self._configured)
-        for model, entry in self.table.entries.items():
+        for model, entry in self.table.found():
             known[model] = tuple(dict.fromkeys((*known.get(model, ()), *entry.routes.aliases)))
         for model, aliases in known.items():
             yield model, model
@@ -376,7 +381,7 @@ class Router:
     def not_ready(self) -> list[str]:
         """Models without a ready target that is who it should be."""
         entries = self.table.entries
-        known = dict.fromkeys((*self._configured, *entries))
+        known = dict.fromkeys((*self._configured, *(model for model, _ in self.table.found())))
         return [model for model in known if model not in entries or not _any_good(entries[model].live)]
 
 

@@ -12,6 +12,8 @@ from rich.text import Text
 from gateway.cli.display import STYLES
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.figures import Look, Row
+from gateway.fleet.rollout import Rollout
+from gateway.fleet.state import FULL_WEIGHT
 from gateway.fleet.unit import UnitStatus
 
 NONE = "-"
@@ -131,6 +133,21 @@ def line(row: Row) -> str:
     }
     pairs = [f"{name}={value}" for name, value in known.items() if value not in (None, NONE)]
     return " ".join([time.strftime("%H:%M:%S"), row.target, *pairs])
+
+
+def rollout_line(rollout: Rollout) -> str:
+    """One rollout for a pipe."""
+    verdict = rollout.verdicts.get(rollout.step_name)
+    known = {
+        "rollout": rollout.id,
+        "phase": rollout.phase,
+        "step": rollout.step_name,
+        "weight": percent(rollout.standby_bp / FULL_WEIGHT),
+        "verdict": verdict.outcome if verdict is not None else "",
+        "paused": "yes" if rollout.paused else "",
+    }
+    pairs = [f"{name}={value}" for name, value in known.items() if value]
+    return " ".join([time.strftime("%H:%M:%S"), rollout.model, *pairs])
 
 
 def number(value: float | None) -> str:

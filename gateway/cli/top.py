@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,15 +13,21 @@ import click
 import msgspec
 from rich.console import RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
 from gateway.cli.display import make_console
-from gateway.cli.page import line, page
+from gateway.cli.page import line, page, rollout_line
+from gateway.cli.swap_client import SwapRefused, Swaps
+from gateway.cli.swap_display import page as rollout_page
 from gateway.fleet.admin import FleetStatus
+from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.figures import Look, Observatory, Row, rows
+from gateway.fleet.rollout import Rollout
 from gateway.fleet.statedir import StateDir
 
 WINDOW = 15.0  # seconds that rates and percentiles are of
+_LINGERS = 60.0  # seconds that a rollout is shown after its end
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,13 @@ class View:
     look: Look
     rows: list[Row]
     window: float | None
+    rollouts: list[RolloutStatus]
+
+    @property
+    def current_rollouts(self) -> list[Rollout]:
+        """Those under way, and those that were until just now."""
+        found = [told.rollout for told in self.rollouts]
+        return [one for one in found if one.ended is None or time.time() - one.ended < _LINGERS]
 
 
 @click.command()
@@ -73,7 +87,12 @@ def watch_live(state: StateDir, current: FleetStatus, interval: float, *, screen
 
 
 def _render(view: View, width: int) -> RenderableType:
-    return page(view.status, view.rows, view.look, width=width, window=view.window)
+    rollouts: list[RenderableType] = []
+    for rollout in view.current_rollouts:
+        rollouts += [Text(), rollout_page(rollout)]
+    return page(
+        view.status, view.rows, view.look, width=width, window=view.window, rollouts=[*rollouts, Text()]
+    )
 
 
 async def _print_lines(state: StateDir, current: FleetStatus, interval: float) -> None:
@@ -81,6 +100,8 @@ async def _print_lines(state: StateDir, current: FleetStatus, interval: float) -
         if view.window is not None:
             for row in view.rows:
                 click.echo(line(row))
+            for rollout in view.current_rollouts:
+                click.echo(rollout_line(rollout))
     click.echo("the fleet is down")
 
 
@@ -101,12 +122,13 @@ def document(view: View) -> dict[str, object]:
         "window": view.window,
         "processes": [msgspec.structs.asdict(row) for row in view.rows],
         "queued": view.look.queued,
+        "rollouts": view.rollouts,
     }
 
 
 async def views(state: StateDir, current: FleetStatus | None, interval: float) -> AsyncIterator[View]:
     """A look every `interval` seconds while the fleet is up."""
-    observatory = Observatory(state)
+    observatory, swaps = Observatory(state), Swaps(state)
     looks: deque[Look] = deque()
     try:
         while current is not None:
@@ -115,8 +137,16 @@ async def views(state: StateDir, current: FleetStatus | None, interval: float) -
                 looks.popleft()
             before = looks[0] if len(looks) > 1 else None
             window = None if before is None else looks[-1].at - before.at
-            yield View(current, looks[-1], rows(current, looks[-1], before), window)
+            rollouts = await asyncio.to_thread(_rollouts, swaps)
+            yield View(current, looks[-1], rows(current, looks[-1], before), window, rollouts)
             await asyncio.sleep(interval)
             current = await asyncio.to_thread(ask_supervisor, state, "GET", "/status")
     finally:
         await observatory.aclose()
+
+
+def _rollouts(swaps: Swaps) -> list[RolloutStatus]:
+    try:
+        return swaps.all()
+    except SwapRefused:
+        return []

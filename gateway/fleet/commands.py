@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,12 +43,15 @@ def other(variant: Variant) -> Variant:
     return "" if variant else "b"
 
 
-def slugs_of(entries: Iterable[ModelEntry]) -> dict[str, str]:
+def slugs_of(entries: Iterable[ModelEntry], known: Mapping[str, str] = {}) -> dict[str, str]:
     """What the slots of each model are named after, in characters that suit file names. Slots of two models
-    never collide, in either variant."""
+    never collide, in either variant, nor with those of `known` models, which stay what they are."""
     slugs: dict[str, str] = {}
-    taken: set[str] = set()
+    taken = {name for slug in known.values() for name in (slug, f"{slug}-b")}
     for entry in entries:
+        if entry.name in known:
+            slugs[entry.name] = known[entry.name]
+            continue
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
         if not taken.isdisjoint((slug, f"{slug}-b")) or len(slug) > _LONGEST_SLUG:
             digest = hashlib.sha256(entry.name.encode()).hexdigest()[:8]

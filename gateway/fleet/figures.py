@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.board import Peer, Reading
+from gateway.board import INFLIGHT, QUEUE_WAITING, Peer, Reading
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.state import FULL_WEIGHT, RoutesFile, read_routes
 from gateway.fleet.statedir import StateDir
@@ -26,8 +26,7 @@ from gateway.fleet.unit import UnitState, UnitStatus
 
 _ASK_SECONDS = 2.0
 _DRIVER = Path("/dev/nvidiactl")
-_REQUESTS, _INFLIGHT = "pagefleet_gateway_requests_total", "pagefleet_gateway_inflight"
-_QUEUED = "pagefleet_gateway_queue_waiting"
+_REQUESTS = "pagefleet_gateway_requests_total"
 _TTFT, _KV = "pagefleet_time_to_first_token_seconds_bucket", "pagefleet_kv_cache_usage_ratio"
 
 
@@ -166,9 +165,9 @@ def add_reading(look: Look, slot: str, reading: Reading) -> None:
                 look.errors[target] = look.errors.get(target, 0) + value
         elif not reading.alive or value != value:  # a gauge of labels that are gone is nan
             continue
-        elif name == _INFLIGHT:
+        elif name == INFLIGHT:
             look.inflight[labels[1]] = look.inflight.get(labels[1], 0) + int(value)
-        elif name == _QUEUED:
+        elif name == QUEUE_WAITING:
             look.queued[labels[0]] = look.queued.get(labels[0], 0) + int(value)
 
 

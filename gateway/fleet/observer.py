@@ -13,7 +13,17 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from gateway.board import INFLIGHT, ROUTE_EPOCH, TARGET_ERRORS, TARGET_REQUESTS, Key, Peer, Reading
+from gateway.board import (
+    CONFIG,
+    INFLIGHT,
+    QUEUE_WAITING,
+    ROUTE_EPOCH,
+    TARGET_ERRORS,
+    TARGET_REQUESTS,
+    Key,
+    Peer,
+    Reading,
+)
 from gateway.fleet.judge import Window
 
 
@@ -35,6 +45,16 @@ class Observer:
     def inflight(self, model: str, targets: Collection[str]) -> int:
         """Requests of all living gateways on these targets, as of their last sign of life."""
         return _sum(self._living(), INFLIGHT, model, targets)
+
+    def waiting(self, model: str) -> int:
+        """Requests that wait in living gateways for a worker of the model, as of their last sign of life."""
+        key = (QUEUE_WAITING, model)
+        return round(sum(_number(reading, key, 0.0) for reading in self._living()))
+
+    def not_following(self, digest: int) -> frozenset[str]:
+        """The slots of living gateways that don't follow the fleet file with this digest yet."""
+        alive = [(slot, reading) for slot, reading in self._readings() if reading.alive]
+        return frozenset(slot for slot, reading in alive if _number(reading, (CONFIG,), -1.0) != digest)
 
     def window(self, model: str, targets: Collection[str]) -> Window:
         """Requests and errors on these targets, also those of gateways that are gone. They only grow."""

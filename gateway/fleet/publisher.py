@@ -55,6 +55,7 @@ class _Model:
     routes: Routes
     split: Split = Split()
     targets: dict[str, Target] = field(default_factory=dict)
+    withheld: set[str] = field(default_factory=set)
 
 
 class Publisher:
@@ -101,7 +102,24 @@ class Publisher:
         if known is not None:
             model = self._models[known.entry.name]
             model.targets.pop(slot, None)
+            model.withheld.discard(slot)
             self._publish(model)
+
+    def withhold(self, slots: Iterable[str]) -> int:
+        """These get no new requests, whatever weight their variant has, until they are dropped. Returns the
+        file's epoch from which on that holds."""
+        for slot in slots:
+            if slot in self._slots:
+                model = self._models[self._slots[slot].entry.name]
+                model.withheld.add(slot)
+                self._publish(model)
+        return self._epoch
+
+    def retire(self, name: str) -> int:
+        """The model is no longer found, but still there. Returns the epoch from which on that holds."""
+        model = self._models[name]
+        self._change(model, msgspec.structs.replace(model.routes, retired=True))
+        return self._epoch
 
     def forget(self, name: str) -> None:
         """The model is no longer configured; its slots are empty already."""
@@ -135,7 +153,10 @@ class Publisher:
         split = model.split
         routes = msgspec.structs.replace(
             model.routes,
-            targets=tuple(_weighted(list(model.targets.values()), split.weights)),
+            targets=tuple(
+                msgspec.structs.replace(target, weight_bp=0) if target.slot in model.withheld else target
+                for target in _weighted(list(model.targets.values()), split.weights)
+            ),
             hold=split.hold,
             rollout_id=split.rollout_id,
             salt=split.salt,

@@ -30,7 +30,7 @@ EFFECTS: Mapping[str, Effect | None] = {  # None: no effect of its own
     "gateway.host": "restart",
     "gateway.port": "restart",
     "gateway.processes": "restart",
-    "gateway.redis_url": "gateways",
+    "gateway.redis_url": "restart",  # half of the gateways would count limits elsewhere
     "gateway.auth": "gateways",
     "gateway.limits.default": "live",
     "gateway.limits.on_redis_error": "gateways",
@@ -111,11 +111,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(model.name for model in self.models if model.action == action)
 
 
-def reconcile(running: FleetFile, wanted: FleetFile) -> Plan:
-    """The way from one to the other."""
+def reconcile(running: FleetFile, wanted: FleetFile, runs: Mapping[str, ModelEntry] = {}) -> Plan:
+    """The way from one to the other. `runs`: models of which a rollout has changed source or options, as they
+    run; a file that says of those what it said before leaves them alone."""
     before = {entry.name: entry for entry in running.models}
     after = {entry.name: entry for entry in wanted.models}
-    models = [_model_plan(before.get(name), entry) for name, entry in after.items()]
+    models = [_model_plan(before.get(name), entry, runs.get(name)) for name, entry in after.items()]
     models += [
         ModelPlan(name=name, action="removed", replicas=(entry.replicas, 0))
         for name, entry in before.items()
@@ -124,9 +125,11 @@ def reconcile(running: FleetFile, wanted: FleetFile) -> Plan:
     return Plan(fleet=tuple(_differences(running, wanted, "")), models=tuple(models))
 
 
-def _model_plan(old: ModelEntry | None, new: ModelEntry) -> ModelPlan:
+def _model_plan(old: ModelEntry | None, new: ModelEntry, runs: ModelEntry | None) -> ModelPlan:
     if old is None:
         return ModelPlan(name=new.name, action="added", replicas=(0, new.replicas))
+    if runs is not None and (old.source, old.worker) != (new.source, new.worker):
+        old = old.model_copy(update={"source": runs.source, "worker": runs.worker})
     changes = tuple(_differences(old, new, MODEL))
     action: Action = "changed" if changes else "unchanged"
     return ModelPlan(name=new.name, action=action, replicas=(old.replicas, new.replicas), changes=changes)

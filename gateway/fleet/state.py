@@ -37,7 +37,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
     """One model's document. `epoch` grows with every change; `salt` moves users to other buckets at a new
-    rollout. `hold`: no target has weight, and gateways keep requests waiting instead of refusing them."""
+    rollout. `hold`: no target has weight, and gateways keep requests waiting instead of refusing them.
+    `retired`: nobody finds the model any more; requests that wait for it are still served."""
 
     model: str
     epoch: int
@@ -45,6 +46,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str | None = None
     salt: str = ""
     hold: bool = False
+    retired: bool = False
     targets: tuple[Target, ...] = ()
 
 

@@ -106,6 +106,13 @@ class StateDir:
             directory = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
             self._sockets_elsewhere.write_text(directory)
 
+    def socket_problem(self, slot: str) -> str | None:
+        """Why a worker that comes later can't have a socket where the others have theirs."""
+        path = self.sockets / f"{slot}{_LONGEST_GENERATION}"
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+            return None
+        return f"the path of the socket of {slot} would be over {MAX_SOCKET_PATH} bytes; shorten the name"
+
     def place_boards(self, slots: Collection[str], *, afresh: bool = True) -> None:
         """A board for each gateway process, and none of an earlier fleet's; a new one when `afresh`, else
         the one that a process which lives may have."""

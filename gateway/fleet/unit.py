@@ -133,6 +133,7 @@ class Unit:
         self._child: Process | None = None
         self._found = found
         self._log_start = 0
+        self._is_renewed = False
         self.repaired = True
         self.status = UnitStatus(
             slot=spec.slot,
@@ -175,6 +176,9 @@ class Unit:
                 end = await self._watch(probe)
             assert end is not None
             await self._clear()
+            if self._is_renewed:
+                self._is_renewed = False
+                continue
             now = time.monotonic()
             delay: float | None = ORDERLY_PAUSE
             if not self.repaired:
@@ -203,6 +207,17 @@ class Unit:
             self._set(state="stopping", phase="draining")
             await self._child.stop(patience)
         self._set(state="stopped", phase="", pid=None, retry_at=None)
+
+    async def renew(self, patience: float) -> None:
+        """Ends the process as `stop` does; `run` starts the next one at once."""
+        child = self._child
+        if child is not None and not child.exited.done():
+            self._is_renewed = True
+            await child.stop(patience)
+
+    def set_timing(self, timing: Timing) -> None:
+        """For what begins from now on."""
+        self._timing = timing
 
     def kill(self) -> None:
         """Ends the process now; a `stop` under way returns soon after."""

@@ -67,6 +67,18 @@ class Units:
         self._run(unit)
         return unit
 
+    def revive(self, slot: str) -> None:
+        """One that has failed for good starts again."""
+        unit = self._units.get(slot)
+        if unit is not None:
+            self._run(unit)
+
+    def set_timing(self, timing: Timing) -> None:
+        """For what begins from now on."""
+        self._timing = timing
+        for unit in self._units.values():
+            unit.set_timing(timing)
+
     def _run(self, unit: Unit) -> None:
         slot = unit.status.slot
         task = self._tasks.get(slot)

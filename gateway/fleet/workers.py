@@ -20,7 +20,8 @@ class Workers:
     A slot says it all: its name, its variant, and the model's entry (source, options) that it runs. `add`
     fills it, `remove` empties it and takes it out of the routes; a variant's weight is the publisher's
     (`publisher.split`), and one that has none yet gets no requests. `watchers` are told each new status of a
-    worker, after the routes have it. `memory`: bytes of the host's that a worker may take.
+    worker, after the routes have it. `memory`: bytes of the host's that a worker may take. `commands` may be
+    replaced, for processes that start from then on.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Workers:
         memory: Callable[[Slot], int | None] = lambda slot: None,
     ) -> None:
         self._units = units
-        self._commands = commands
+        self.commands = commands
         self._state = state
         self._memory = memory
         self._slots: dict[str, Slot] = {}
@@ -61,6 +62,11 @@ class Workers:
         self.publisher.place(slot)
         return self._units.add(self._spec(slot), repaired=repaired)
 
+    def update(self, slot: Slot) -> None:
+        """What the slot's next process runs, and the routes say of it; the one that runs isn't touched."""
+        self._slots[slot.name] = slot
+        self.publisher.place(slot)
+
     async def remove(self, slot: str, patience: float) -> None:
         """Ends the worker (asks, waits `patience` seconds, kills all of it) and empties the slot."""
         await self._units.remove(slot, patience)
@@ -80,8 +86,8 @@ class Workers:
             model=slot.entry.name,
             variant=slot.variant,
             log=self._state.log(slot.name),
-            launch=lambda generation: self._commands.worker(
-                slot, generation, self.uds(slot.name, generation)
+            launch=lambda generation: self.commands.worker(
+                self._slots.get(slot.name, slot), generation, self.uds(slot.name, generation)
             ),
             probe=lambda generation: WorkerProbe(self.uds(slot.name, generation), slot.name, generation),
             gpus=gpus_of(slot.entry.worker),

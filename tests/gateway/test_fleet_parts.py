@@ -33,6 +33,10 @@ def test_slots_never_collide(tmp_path: Path) -> None:
     assert slots[:3] == ["a-b-0", "a-b-1", slots[2]]
     assert slugs["x-b"] == "x-b"
     slots += [slot.name for entry in fleet.models for slot in slots_for(entry, slugs[entry.name], "b")]
+    known = dict(list(slugs.items())[:1])
+    others = slugs_of(reversed(fleet.models), known)
+    assert known.items() <= others.items()
+    assert len(set(others.values())) == len(slugs)
     assert len(set(slots)) == 36
     assert all(len(slot) < 60 and "/" not in slot and ":" not in slot for slot in slots)
 

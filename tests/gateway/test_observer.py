@@ -12,7 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.board import FRESH_SECONDS, INFLIGHT, ROUTE_EPOCH, TARGET_ERRORS, TARGET_REQUESTS, Board
+from gateway.board import (
+    CONFIG,
+    FRESH_SECONDS,
+    INFLIGHT,
+    QUEUE_WAITING,
+    ROUTE_EPOCH,
+    TARGET_ERRORS,
+    TARGET_REQUESTS,
+    Board,
+)
 from gateway.families import Gauge
 from gateway.fleet.judge import Window
 from gateway.fleet.observer import Observer
@@ -52,6 +61,18 @@ def test_without_a_living_gateway_nothing_is_applied(shown: Shown) -> None:
     assert (shown.observer.living(), shown.observer.applied(0)) == (frozenset(), False)
     assert shown.observer.inflight("m", ["a.1"]) == 0
     assert shown.observer.window("m", ["a.1"]) == Window()
+
+
+def test_who_waits_and_who_follows_the_file(shown: Shown) -> None:
+    for slot, digest in zip(SLOTS, (5, 5, 4), strict=True):
+        board = shown.start(slot, 1)
+        board.numbers((CONFIG,))[0] = digest
+        board.numbers((QUEUE_WAITING, "m"))[0] = 2
+    assert shown.observer.waiting("m") == 6
+    assert shown.observer.waiting("other") == 0
+    assert shown.observer.not_following(5) == {"gateway2"}
+    shown.boards["gateway2"].close()
+    assert (shown.observer.waiting("m"), shown.observer.not_following(5)) == (4, frozenset())
 
 
 def test_the_slowest_living_gateway_decides(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:

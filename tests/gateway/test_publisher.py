@@ -132,3 +132,27 @@ def test_requests_may_be_held(tmp_path: Path) -> None:
     publisher(path).split("m", Split(weights={"": 0}, hold=True))
     routes = read_routes(path).models["m"]
     assert (routes.hold, weights(routes)) == (True, [("m-0", 0)])
+
+
+def test_withheld_workers_get_nothing_until_they_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "routes.json"
+    made = replicas(path)
+    made.split("m", Split(weights={"": 10_000}))
+    epoch = made.withhold(["m-1", "not-there"])
+    found = read_routes(path)
+    assert found.epoch == epoch
+    assert dict(weights(found.models["m"]))["m-0"] == 10_000
+    assert dict(weights(found.models["m"]))["m-1"] == 0
+    made.drop("m-1")
+    assert "m-1" not in dict(weights(read_routes(path).models["m"]))
+
+
+def test_a_retired_model_is_still_routed(tmp_path: Path) -> None:
+    path = tmp_path / "routes.json"
+    made = publisher(path)
+    epoch = made.retire("m")
+    found = read_routes(path)
+    assert (found.epoch, found.models["m"].retired) == (epoch, True)
+    assert found.models["m"].targets[0].weight_bp == 10_000
+    made.forget("m")
+    assert read_routes(path).models == {}

@@ -142,6 +142,18 @@ def test_the_supervisors_keys() -> None:
     }
 
 
+def test_what_a_rollout_has_changed_stays_until_the_file_says_something_new() -> None:
+    runs = {"b": fleet(models=[model("b", source="o/b2")]).models[0]}
+    changed = reconcile(fleet(), fleet(models=[model("a"), model("b", aliases=[])]), runs)
+    (b,) = [one for one in changed.models if one.name == "b"]
+    assert [change.key for change in b.changes] == ["models[].aliases"]
+    caught_up = reconcile(fleet(), fleet(models=[model("a"), model("b", source="o/b2")]), runs)
+    assert caught_up.empty
+    further = reconcile(fleet(), fleet(models=[model("a"), model("b", source="o/b3")]), runs)
+    (swap,) = further.swaps
+    assert [(change.old, change.new) for change in swap.changes] == [("o/b2", "o/b3")]
+
+
 def test_defaults_matter_only_where_a_model_has_them() -> None:
     assert plan(defaults={"seed": 3}).empty  # `load_fleet` gives them to the models, which say what differs
 
@@ -149,4 +161,4 @@ def test_defaults_matter_only_where_a_model_has_them() -> None:
 def test_a_password_is_not_shown() -> None:
     changed = plan(gateway={"port": 0, "redis_url": "redis://me:secret@h:1/0"})
     (change,) = changed.fleet
-    assert (change.old, change.new) == (None, "redis://***@h:1/0")
+    assert (change.old, change.new, change.effect) == (None, "redis://***@h:1/0", "restart")

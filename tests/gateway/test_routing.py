@@ -124,6 +124,18 @@ def test_names(path: Path) -> None:
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
 
 
+def test_a_retired_model_is_found_by_nobody_and_serves_who_waits(path: Path) -> None:
+    write(path, ready("a"), retired=True)
+    router = Router(path, {})
+    for name in ("m", "nick"):
+        with pytest.raises(ApiError) as caught:
+            router.resolve(name)
+        assert caught.value.status == 404
+    assert list(router.models()) == []
+    assert router.not_ready() == []
+    assert claim(router).target.slot == "a"  # by one that was resolved before
+
+
 @pytest.mark.parametrize(
     ("states", "code"),
     [

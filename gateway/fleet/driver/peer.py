@@ -123,7 +123,7 @@ async def peers(made: list[Peer]) -> AsyncIterator[list[Peer]]:
             await peer.close()
 
 
-class _Error(msgspec.Struct):
+class _Error(msgspec.Struct, frozen=True):
     message: str = "it gave no reason"
     code: str | None = None
 
