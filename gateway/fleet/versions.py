@@ -33,8 +33,13 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
 def file_version(entry: ModelEntry) -> Version:
     """What the fleet file says."""
-    options: dict[str, Any] = entry.worker.model_dump(mode="json", exclude_unset=True)
-    return Version(source=entry.source, worker=options)
+    return Version(source=entry.source, worker=options_of(entry.worker))
+
+
+def options_of(worker: WorkerOptions) -> dict[str, Any]:
+    """The options that are set, as JSON keeps them; sizes in bytes, which their written form would round."""
+    options = worker.model_dump(exclude_unset=True)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def entry_of(entry: ModelEntry, version: Version) -> ModelEntry:
@@ -65,8 +70,16 @@ class Versions:
     def record(self, entry: ModelEntry, running: Running) -> None:
         """From now on the model runs this. OSError when it can't be written, and isn't so."""
         changed = {**self._running, entry.name: running}
-        write_durably(self._path, msgspec.json.format(msgspec.json.encode(changed), indent=1))
-        self._running = changed
+        self._write(changed)
+
+    def forget(self, model: str) -> None:
+        """The model is gone. OSError when that can't be written."""
+        if model in self._running:
+            self._write({name: running for name, running in self._running.items() if name != model})
+
+    def _write(self, running: dict[str, Running]) -> None:
+        write_durably(self._path, msgspec.json.format(msgspec.json.encode(running), indent=1))
+        self._running = running
 
 
 def _read(path: Path) -> dict[str, Running]:

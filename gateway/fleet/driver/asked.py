@@ -16,6 +16,7 @@ from gateway.fleet.errors import EXIT_CONFLICT, EXIT_INVALID
 from gateway.fleet.ledger import Place, Worker
 from gateway.fleet.rollout import Options, Refusal, Version
 from gateway.fleet.rollout.commands import EXIT_MISFIT
+from gateway.fleet.versions import options_of
 
 
 class SwapError(Exception):
@@ -80,7 +81,7 @@ def new_version(entry: ModelEntry, old: Version, asked: StartRequest) -> Version
     problems += asked.options.problems()
     if problems:
         raise SwapError("; ".join(problems), EXIT_INVALID)
-    return Version(source=found["source"], worker=options.model_dump(mode="json", exclude_unset=True))
+    return Version(source=found["source"], worker=options_of(options))
 
 
 def _place(path: tuple[str | int, ...]) -> str:

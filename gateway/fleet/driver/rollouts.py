@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from gateway.config import FleetFile, ModelEntry
 from gateway.fleet.commands import Slot, Variant, other, slots_for, slugs_of
 from gateway.fleet.driver.asked import (
@@ -138,6 +140,31 @@ class Rollouts:
             records.append(record_of(rollout))
         except OSError as error:
             log.error("rollout %s can't be recorded: %s", rollout.id, error)
+
+    def runs(self, name: str) -> ModelEntry:
+        """The file's entry with the source and options that the model runs."""
+        model = self._models[name]
+        return entry_of(model.entry, model.version)
+
+    def configure(self, entry: ModelEntry) -> None:
+        """The fleet file says something else of the model; what runs isn't touched, and goes on to count as
+        what the file leaves alone. OSError when that can't be written, and isn't so."""
+        model = self._models[entry.name]
+        runs = self.runs(entry.name)
+        is_file = (runs.source, runs.worker) == (entry.source, entry.worker)
+        version = file_version(entry) if is_file else model.version
+        last = self._versions.last(entry.name)
+        if last is not None:
+            running = msgspec.structs.replace(
+                last, version=version, variant=model.variant, file=file_version(entry)
+            )
+            self._versions.record(entry, running)
+        model.entry, model.version = entry, version
+
+    def forget(self, name: str) -> None:
+        """The model is gone, and its workers are. OSError when that can't be written."""
+        self._models.pop(name, None)
+        self._versions.forget(name)
 
     def changed_versions(self) -> dict[str, Version]:
         """Models that run something else than the fleet file says, and what."""
@@ -353,6 +380,11 @@ class Rollouts:
                 async with asyncio.timeout(seconds):
                     await driver.changed.wait()
         return self.status(name)
+
+    def under_way(self, name: str) -> str | None:
+        """The id of the model's rollout that isn't over; None also for a model that isn't there."""
+        model = self._models.get(name)
+        return model.driver.rollout.id if model is not None and model.driver is not None else None
 
     def all(self) -> list[Rollout]:
         """Each model's rollout that is under way, or its last one."""
