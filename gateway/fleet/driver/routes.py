@@ -50,33 +50,33 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
             raise SwapError(f"the request can't be understood: {error}", EXIT_INVALID) from None
         name = request.path_params["model"]
         if request.query_params.get("dry_run") == "1":
-            return _json(await rollouts.plan(name, asked))
-        return _json(_told(await rollouts.start(name, asked)), 202)
+            return json_response(await rollouts.plan(name, asked))
+        return json_response(_told(await rollouts.start(name, asked)), 202)
 
     async def undo(request: Request) -> Response:
-        return _json(_told(await rollouts.undo(request.path_params["model"])), 202)
+        return json_response(_told(await rollouts.undo(request.path_params["model"])), 202)
 
     def commanded(make: Callable[[Request], e.Command]) -> Handler:
         async def handler(request: Request) -> Response:
-            return _json(_told(rollouts.command(request.path_params["model"], make(request))), 202)
+            return json_response(_told(rollouts.command(request.path_params["model"], make(request))), 202)
 
         return handler
 
     async def show(request: Request) -> Response:
         name, query = request.path_params["model"], request.query_params
         if "revision" not in query:
-            return _json(_told(rollouts.status(name)))
+            return json_response(_told(rollouts.status(name)))
         try:
             revision, wait = int(query["revision"]), float(query.get("wait", 0))
         except ValueError:
             raise SwapError("revision and wait must be numbers", EXIT_INVALID) from None
-        return _json(_told(await rollouts.wait(name, revision, min(wait, LONGEST_WAIT))))
+        return json_response(_told(await rollouts.wait(name, revision, min(wait, LONGEST_WAIT))))
 
     async def show_all(_: Request) -> Response:
-        return _json([_told(rollout) for rollout in rollouts.all()])
+        return json_response([_told(rollout) for rollout in rollouts.all()])
 
     async def history(request: Request) -> Response:
-        return _json(rollouts.history(request.path_params["model"]))
+        return json_response(rollouts.history(request.path_params["model"]))
 
     commands: dict[str, Handler] = {
         "pause": commanded(lambda _: e.Pause()),
@@ -87,21 +87,23 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
     }
     model = "/rollouts/{model:path}"
     return [
-        Route("/rollouts", _refusable(show_all), methods=["GET"]),
-        Route(f"{model}/history", _refusable(history), methods=["GET"]),
-        *(Route(f"{model}/{name}", _refusable(do), methods=["POST"]) for name, do in commands.items()),
-        Route(model, _refusable(start), methods=["POST"]),
-        Route(model, _refusable(show), methods=["GET"]),
+        Route("/rollouts", refusable(show_all), methods=["GET"]),
+        Route(f"{model}/history", refusable(history), methods=["GET"]),
+        *(Route(f"{model}/{name}", refusable(do), methods=["POST"]) for name, do in commands.items()),
+        Route(model, refusable(start), methods=["POST"]),
+        Route(model, refusable(show), methods=["GET"]),
     ]
 
 
-def _refusable(handler: Handler) -> Handler:
+def refusable(handler: Handler) -> Handler:
+    """Answers a SwapError as `{"error": Failure}`."""
+
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except SwapError as error:
             failure = Failure(message=str(error), exit_code=error.exit_code)
-            return _json({"error": failure}, _STATUS.get(error.exit_code, 500))
+            return json_response({"error": failure}, _STATUS.get(error.exit_code, 500))
 
     return answer
 
@@ -110,5 +112,6 @@ def _told(rollout: Rollout) -> RolloutStatus:
     return RolloutStatus(rollout=rollout, exit_code=rollout.exit_code)
 
 
-def _json(body: Any, status: int = 200) -> Response:
+def json_response(body: Any, status: int = 200) -> Response:
+    """Whatever msgspec can encode."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
