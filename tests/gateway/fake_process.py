@@ -2,6 +2,8 @@
 
 fake_process.py worker BEHAVIOUR --uds PATH --slot S --generation G
 fake_process.py gateway BEHAVIOUR --fd N --board PATH --generation G
+
+BEHAVIOUR `slow` loads for 1.5 seconds, `slow4` for 4.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 
 # What the real engine does: it ends when its parent does. In a session of its own, to be hard to find.
 _ENGINE = "import os, time\nparent = os.getppid()\nwhile os.getppid() == parent: time.sleep(0.1)"
 STARTED = time.monotonic()
+ASKED: Counter[str] = Counter()  # by path: what depends on it is seen, however late the questions come
 
 
 def answer(path: str, options: argparse.Namespace) -> tuple[int, dict[str, object]]:
-    behaviour, age = options.behaviour, time.monotonic() - STARTED
+    behaviour = options.behaviour
+    ASKED[path] += 1
     if path == "/internal/whoami":
         generation = 99 if behaviour == "impostor" else options.generation
         return 200, {"slot": options.slot, "generation": generation, "model": "fake", "pid": os.getpid()}
@@ -32,13 +37,17 @@ def answer(path: str, options: argparse.Namespace) -> tuple[int, dict[str, objec
             return 503, {"status": "failed", "phase": "failed", "message": "the KV cache is too small"}
         if behaviour == "stall":
             return 503, {"phase": "loading weights", "done": 1, "total": 10}
-        if behaviour == "slow" and age < 1.5:
-            return 503, {"phase": "loading weights", "done": int(age * 20), "total": 30}
+        if behaviour.startswith("slow") and is_loading(float(behaviour[4:] or 1.5)):
+            return 503, {"phase": "loading weights", "done": ASKED[path], "total": 1000}
         return 200, {}
     if path == "/health":
         draining = options.uds is not None and os.path.exists(f"{options.uds}.draining")
         return (503 if behaviour == "sick" else 200), {"draining": draining}
     return (200, {"served_by": options.slot}) if path.startswith("/v1/") else (404, {})
+
+
+def is_loading(seconds: float) -> bool:
+    return ASKED["/ready"] < 5 or time.monotonic() < STARTED + seconds
 
 
 async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
@@ -55,6 +64,10 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
             data = json.dumps(body).encode()
             writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
             await writer.drain()
+            if options.behaviour == "hopeless" and ASKED["/ready"]:
+                loop.call_later(0.3, os._exit, 3)
+            if options.behaviour == "engine-dies" and ASKED["/health"] == 3:
+                say_and_exit()
         writer.close()
 
     loop = asyncio.get_running_loop()
@@ -65,10 +78,6 @@ async def serve(listener: socket.socket, options: argparse.Namespace) -> None:
         loop.add_signal_handler(signal.SIGTERM, stop.set)
     start = asyncio.start_unix_server if listener.family == socket.AF_UNIX else asyncio.start_server
     await start(handle, sock=listener)
-    if options.behaviour in ("flaky", "hopeless"):
-        loop.call_later(0.5, os._exit, 3)
-    if options.behaviour == "engine-dies":
-        loop.call_later(0.5, say_and_exit)
     if options.board is not None:
         board = os.open(options.board, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(board, 0, 64 * 1024)

@@ -44,7 +44,7 @@ class RedisServer:
         command = [server, *self._file, "--port", str(self.port), *place, "--daemonize", "no", *self._options]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not self.answers():
             assert self._process.poll() is None, (self._folder / "log").read_text()
             assert time.monotonic() < deadline, "redis-server doesn't answer"
@@ -62,7 +62,7 @@ class RedisServer:
 
     def client(self, **options: object) -> redis.Redis:
         once = Retry(NoBackoff(), 0)
-        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5, retry=once, **options)
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=30, retry=once, **options)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -102,12 +102,12 @@ def watched(folder: Path) -> Iterator[tuple[str, list[RedisServer]]]:
         file = place / "sentinel.conf"
         file.write_text(
             f"sentinel monitor main 127.0.0.1 {master.port} 1\n"
-            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
+            "sentinel down-after-milliseconds main 2500\nsentinel failover-timeout main 5000\n"
         )
         watch = RedisServer(place, port=port, sentinel=str(file))
         stack.callback(watch.kill)
         watch.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         with watch.client() as client, replica.client() as copy:
             while not (
                 client.execute_command("SENTINEL REPLICAS main")

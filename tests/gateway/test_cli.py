@@ -218,7 +218,7 @@ def test_on_a_terminal_a_line_per_worker_lives(fleet: Path) -> None:
     finally:
         os.close(ours)
         process.terminate()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert "━".encode() in output
     assert b"loading weights" in output
 

@@ -39,16 +39,16 @@ def user(name: str) -> dict[str, str]:
 
 
 async def test_over_the_limit_is_429_and_says_when(tmp_path: Path) -> None:
-    async with one_worker(tmp_path, **limited(qps=0.5, burst=2)) as rig:
+    async with one_worker(tmp_path, **limited(qps=0.05, burst=2)) as rig:
         passed = [await rig.post() for _ in range(2)]
         assert [answer.headers["x-ratelimit-remaining-requests"] for answer in passed] == ["1", "0"]
         refused = await rig.post()
         assert refused.status_code == 429
         error = error_of(refused)
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "the user's limit of 0.5 requests a second (burst 2)" in error["message"]
-        assert 1 <= int(refused.headers["retry-after"]) <= 2
-        assert 0 < int(refused.headers["retry-after-ms"]) <= 2000
+        assert "the user's limit of 0.05 requests a second (burst 2)" in error["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
+        assert 0 < int(refused.headers["retry-after-ms"]) <= 20_000
         assert refused.headers["x-request-id"]
         for answer in (*passed, refused):
             assert answer.headers["x-ratelimit-limit-requests"] == "2"
@@ -61,7 +61,7 @@ async def test_over_the_limit_is_429_and_says_when(tmp_path: Path) -> None:
 
 
 async def test_the_wait_that_is_named_is_true(tmp_path: Path) -> None:
-    async with one_worker(tmp_path, **limited(qps=4, burst=1)) as rig:
+    async with one_worker(tmp_path, **limited(qps=1, burst=1)) as rig:
         await rig.post()
         refused = await rig.post()
         await asyncio.sleep(int(refused.headers["retry-after-ms"]) / 1000)

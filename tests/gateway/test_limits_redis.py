@@ -52,7 +52,20 @@ def leases(server: RedisServer, charge: Charge) -> int:
         return int(client.zcard(f"pagefleet:{{{charge.group}}}:{charge.scope}:{charge.name}:concurrency"))
 
 
-async def eventually(holds: Any, seconds: float = 10) -> None:
+def age(server: RedisServer, key: str, gateway: str) -> None:
+    """As if the life of what this gateway has there, which is half a minute from now at most, were over."""
+    with server.client() as client:
+        held = {
+            name: expires
+            for name, expires in client.zrange(key, 0, -1, withscores=True)
+            if name.decode().startswith(gateway)
+        }
+        assert held
+        assert all(time.time() < expires / 1e6 <= time.time() + 30 for expires in held.values())
+        client.zadd(key, dict.fromkeys(held, (time.time() - 1) * 1e6))
+
+
+async def eventually(holds: Any, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -81,7 +94,7 @@ async def test_many_clients_never_exceed_rate_nor_concurrency(limiters: list[Red
 
     async def client(number: int) -> None:
         nonlocal running_now, most, passed
-        while time.monotonic() < began + 0.6:
+        while passed < 100 or time.monotonic() < began + 0.6:
             answer = await limiters[number % 3].acquire(charges)
             if isinstance(answer, Granted):
                 running_now, passed = running_now + 1, passed + 1
@@ -107,12 +120,12 @@ async def test_a_slot_is_free_for_the_next_request_of_the_same_gateway(limiters:
 
 
 async def test_the_wait_that_a_refusal_names_is_true(limiters: list[RedisLimiter]) -> None:
-    charges = ann(qps=5, burst=1)
+    charges = ann(qps=1, burst=1)
     assert isinstance(await limiters[0].acquire(charges), Granted)
     no = await limiters[1].acquire(charges)
     assert isinstance(no, Refused)
     assert no.retry_after is not None
-    assert 0 < no.retry_after <= 0.2
+    assert 0 < no.retry_after <= 1
     await asyncio.sleep(no.retry_after + 0.001)
     assert isinstance(await limiters[2].acquire(charges), Granted)
 
@@ -156,7 +169,7 @@ async def test_tokens_of_an_aborted_request_are_settled_for_every_gateway(
     assert isinstance(await limiters[1].acquire(charges, 500), Refused)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not isinstance(answer := await limiters[1].acquire(charges, 500), Granted):
         assert time.monotonic() < deadline  # without the settling it takes 50 seconds
     assert answer.quotas()[0].remaining <= 600 - 500
@@ -184,7 +197,7 @@ async def test_a_client_that_leaves_while_its_limits_are_checked_consumes_nothin
 
 async def test_leases_of_a_killed_gateway_return_and_those_of_a_living_one_stay(server: RedisServer) -> None:
     charges = ann(concurrency=10)
-    dead, alive = (RedisLimiter(server.url, budget=20, lease_ttl=1.5) for _ in range(2))
+    dead, alive = (RedisLimiter(server.url, budget=20, lease_ttl=30) for _ in range(2))
     await dead.start()
     await alive.start()
     await dead.renew()
@@ -195,7 +208,8 @@ async def test_leases_of_a_killed_gateway_return_and_those_of_a_living_one_stay(
     assert isinstance(await alive.acquire(charges), Refused)
     assert dead._renewal is not None
     dead._renewal.cancel()  # as a killed process: it renews and releases nothing
-    await asyncio.sleep(1.7)
+    age(server, f"pagefleet:{{{charges[0].group}}}:user:ann:concurrency", dead._id)
+    age(server, "pagefleet:{gateways}", dead._id)
     taken = [await alive.acquire(charges) for _ in range(6)]
     assert [type(one) for one in taken] == [Granted] * 5 + [Refused]
     await eventually(lambda: alive.state.gateways == 1)

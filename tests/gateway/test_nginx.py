@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import signal
 import socket
 import ssl
-import statistics
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -35,7 +33,7 @@ from gateway.fleet.errors import InvalidFleet
 from gateway.fleet.nginx import NginxError, NginxOptions, check_with_nginx, render, warnings
 from gateway.fleet.nginx_values import word
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
-from tests.gateway.rig import CHAT, one_worker, target, until
+from tests.gateway.rig import CHAT, Rig, one_worker, target, until
 
 USER = "root" if os.geteuid() == 0 else None
 SECRET = "marmalade-7319"
@@ -85,7 +83,7 @@ class Nginx:
         argv = ["nginx", "-p", str(self.folder), "-c", str(self.config), "-g", "daemon off;"]
         self.process = await asyncio.create_subprocess_exec(*argv)
         try:
-            await until(self.accepts, 20)
+            await until(self.accepts)
             yield self
         finally:
             with contextlib.suppress(ProcessLookupError):  # it did not start
@@ -102,7 +100,7 @@ class Nginx:
     async def reload(self) -> None:
         before = self.pids()
         self.process.send_signal(signal.SIGHUP)
-        await until(lambda: not self.pids() & before, 30)
+        await until(lambda: not self.pids() & before)
 
     def log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "access.log").read_text().splitlines()]
@@ -117,7 +115,7 @@ async def before_gateway(folder: Path, user_id: Any = "drop", **gateway: Any) ->
         upstream = (f"127.0.0.1:{rig.port}",)
         nginx.write(render(fleet, standalone(listen=nginx.listen, upstreams=upstream, user_id=user_id)))
         base = f"http://127.0.0.1:{nginx.port}"
-        async with nginx.running(), httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+        async with nginx.running(), httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as client:
             yield rig, nginx, client
 
 
@@ -258,22 +256,23 @@ def test_warnings(tmp_path: Path) -> None:
 # --- in front of gateways
 
 
-async def gaps(client: httpx.AsyncClient, chunks: int, delay: float) -> list[float]:
-    """Seconds between the pieces of a stream as they come in."""
-    fake = {"do": "sse", "chunks": chunks, "delay": delay}
-    times = []
+async def pieces_pass_at_once(rig: Rig, client: httpx.AsyncClient) -> None:
+    """What a worker has sent is there while it waits with the rest."""
+    fake = {"do": "sse", "chunks": 10, "gate_at": 3}
     async with client.stream("POST", CHAT, json={"model": "m", "stream": True, "fake": fake}) as answer:
-        async for _ in answer.aiter_raw():
-            times.append(asyncio.get_running_loop().time())
-    return [later - earlier for earlier, later in itertools.pairwise(times)]
+        pieces, received = answer.aiter_raw(), b""
+        while b"token 2 " not in received:
+            received += await anext(pieces)
+        assert b"token 3 " not in received
+        rig.workers[0].gate.set()
+        received += b"".join([piece async for piece in pieces])
+    assert received.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.nginx
 async def test_streams_are_not_buffered(tmp_path: Path) -> None:
     async with before_gateway(tmp_path) as (rig, _, client):
-        direct, through = await gaps(rig.client, 40, 0.03), await gaps(client, 40, 0.03)
-    assert len(through) >= 35, "pieces were put together"
-    assert abs(statistics.median(through) - statistics.median(direct)) < 0.015
+        await pieces_pass_at_once(rig, client)
 
 
 @pytest.mark.nginx
@@ -316,7 +315,7 @@ async def raw_get(port: int, path: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
     try:
-        return await asyncio.wait_for(reader.read(), 30)
+        return await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
 
@@ -340,7 +339,7 @@ async def test_a_swap_through_the_gateway_leaves_nginx_alone(tmp_path: Path) -> 
     async with before_gateway(tmp_path) as (rig, nginx, client):
         before = nginx.pids()
         rig.route(target(await rig.worker("new"), slot="t", generation=2))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await client.post(CHAT, json={"model": "m"})).json()["served_by"] != "new":
                 await asyncio.sleep(0.05)
         assert nginx.pids() == before
@@ -354,7 +353,7 @@ async def test_an_instance_that_is_down(tmp_path: Path) -> None:
         gateways = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{rig.port}")
         nginx.write(render(fleet, standalone(listen=nginx.listen, upstreams=gateways)))
         base = f"http://127.0.0.1:{nginx.port}"
-        async with nginx.running(), httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+        async with nginx.running(), httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as client:
             for _ in range(10):
                 assert (await client.post(CHAT, json={"model": "m"})).status_code == 200
             nginx.write(render(fleet, standalone(listen=nginx.listen, upstreams=gateways[:1])))
@@ -375,9 +374,9 @@ async def test_tls(tmp_path: Path) -> None:
         nginx.write(render(fleet_of(tmp_path), options))
         trust = ssl.create_default_context(cafile=cert)
         base = f"https://localhost:{nginx.port}"
-        async with nginx.running(), httpx.AsyncClient(base_url=base, verify=trust, timeout=30) as client:
+        async with nginx.running(), httpx.AsyncClient(base_url=base, verify=trust, timeout=60) as client:
             assert (await client.post(CHAT, json={"model": "m"})).status_code == 200
-            assert len(await gaps(client, 10, 0.03)) >= 8
+            await pieces_pass_at_once(rig, client)
 
 
 # --- a path or port for each model
@@ -428,7 +427,7 @@ async def ask(port: int, count: int, path: bytes) -> Counter[str]:
     for _ in range(count // 50):
         writer.write(request * 50)
         for _ in range(50):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
             assert head.startswith(b"HTTP/1.1 200"), head
             answers[(await reader.readexactly(7)).decode()] += 1
     writer.close()
@@ -465,7 +464,7 @@ async def test_only_what_is_listed_reaches_a_worker(tmp_path: Path) -> None:
         base = f"http://127.0.0.1:{nginx.port}/models/"
         headers = {"authorization": SECRET, "x-pagefleet-priority": "high", "x-pagefleet-usage": "u",
                    "x-forwarded-for": "::1", "cookie": SECRET, "accept": "text/event-stream"}  # fmt: skip
-        async with nginx.running(), httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+        async with nginx.running(), httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as client:
             assert (await client.get("org-m/v1/models/a%2fb", headers=headers)).text == "primary"
             for path in (
                 "admin/drain",
@@ -498,19 +497,21 @@ async def test_a_reload_loses_no_request(tmp_path: Path) -> None:
         nginx.write(render(fleet, options, split(workers, 10_000, 0)))
         answers: Counter[str] = Counter()
         done = asyncio.Event()
+        moved = False
 
         async def load() -> None:
             transport = httpx.AsyncHTTPTransport(retries=0)
             base = f"http://127.0.0.1:{nginx.port}/models/org-m"
-            async with httpx.AsyncClient(base_url=base, timeout=30, transport=transport) as client:
+            async with httpx.AsyncClient(base_url=base, timeout=60, transport=transport) as client:
                 while not done.is_set():
+                    asked = moved
                     try:
                         answer = await client.get("/v1/models")
                     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                         answer = await client.get("/v1/models")
                         answers["repeated"] += 1
                     assert answer.status_code == 200
-                    answers[answer.text] += 1
+                    answers[answer.text] += asked
 
         async with nginx.running():
             tasks = [asyncio.create_task(load()) for _ in range(4)]
@@ -518,9 +519,8 @@ async def test_a_reload_loses_no_request(tmp_path: Path) -> None:
                 await asyncio.sleep(0.2)
                 nginx.write(render(fleet, options, split(workers, 10_000 - weight, weight)))
                 await nginx.reload()
-            await asyncio.sleep(0.3)  # for answers that were on their way
-            answers.clear()
-            await until(lambda: answers["standby"] > 50, 30)
+            moved = True
+            await until(lambda: answers["standby"] > 50)
             done.set()
             await asyncio.gather(*tasks)
     assert answers["primary"] == 0

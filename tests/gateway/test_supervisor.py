@@ -36,9 +36,9 @@ from gateway.fleet.unit import Timing, UnitStatus
 from tests.gateway.fake_fleet import FAST, FakeCommands
 
 FAKE_FLEET = [sys.executable, str(Path(__file__).with_name("fake_fleet.py"))]
-PATIENCE = 20.0  # the machine may be busy
+PATIENCE = 60.0  # the machine may be busy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 def fleet_file(tmp_path: Path, *models: str, state_dir: Path | None = None, worker: str = "{}") -> Path:
@@ -166,10 +166,9 @@ async def test_five_crashes_and_it_stays_down(tmp_path: Path) -> None:
 
 async def test_the_last_exit_stays_known_in_the_workers_own_words(tmp_path: Path) -> None:
     async with running(fleet_file(tmp_path, "engine-dies")) as fleet:
-        await fleet.until_state("engine-dies-0", "ready", generation=2)
-        unit = next(
-            u for u in fleet.history if u.slot == "engine-dies-0" and (u.generation, u.state) == (2, "ready")
-        )
+        second = ("engine-dies-0", 2, "ready")
+        await fleet.until(lambda: second in {(u.slot, u.generation, u.state) for u in fleet.history})
+        unit = next(u for u in fleet.history if (u.slot, u.generation, u.state) == second)
         assert (unit.error, unit.restarts) == (None, 1)
         assert unit.last_exit == "exited with code 1: the engine has ended: signal 9"
         status = ["status", "--state-dir", str(fleet.state.root)]
@@ -187,17 +186,17 @@ async def test_a_bad_configuration_fails_at_once_with_its_last_words(tmp_path: P
 
 
 async def test_a_start_may_be_long_but_not_stand_still(tmp_path: Path) -> None:
-    timing = dataclasses.replace(FAST, start_stall=1.2)
-    async with running(fleet_file(tmp_path, "slow", "stall"), timing) as fleet:
-        await fleet.until_state("slow-0", "ready")  # takes 1.5 s, always moving
+    timing = dataclasses.replace(FAST, start_stall=3.0)
+    async with running(fleet_file(tmp_path, "slow4", "stall"), timing) as fleet:
+        await fleet.until_state("slow4-0", "ready")  # takes 4 s, always moving
         await fleet.until(lambda: fleet.unit("stall-0").error is not None)
-        assert fleet.unit("stall-0").error == "no progress for 1.2 s in phase 'loading weights'"
-        assert fleet.unit("slow-0").restarts == 0
+        assert fleet.unit("stall-0").error == "no progress for 3 s in phase 'loading weights'"
+        assert fleet.unit("slow4-0").restarts == 0
         assert marked(f"{fleet.instance}/stall-0.1") == []
 
 
 async def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
-    async with running(fleet_file(tmp_path, "sick")) as fleet:
+    async with running(fleet_file(tmp_path, "sick"), dataclasses.replace(FAST, unhealthy=1.0)) as fleet:
         await fleet.until_state("sick-0", "ready", generation=2)
         errors = [status.error for status in fleet.history if status.state == "backoff"]
         assert "made no progress" in (errors[0] or "")
@@ -205,7 +204,7 @@ async def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
 
 async def test_a_busy_worker_that_answers_late_is_left_alone(tmp_path: Path) -> None:
     """Probes that take most of the limit again and again don't add up."""
-    async with running(fleet_file(tmp_path, "busy")) as fleet:
+    async with running(fleet_file(tmp_path, "busy"), dataclasses.replace(FAST, unhealthy=1.0)) as fleet:
         await fleet.until_state("busy-0", "ready")
         await asyncio.sleep(2.5)
         assert (fleet.unit("busy-0").state, fleet.unit("busy-0").generation) == ("ready", 1)
@@ -420,7 +419,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     assert len(marked(instance)) == 5
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while marked(instance):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -456,8 +455,7 @@ async def test_gateway_processes_are_each_supervised(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PAGEFLEET_GATEWAY__PROCESSES", "3")
     path = fleet_file(tmp_path, "ok")
     slots = ("gateway0", "gateway1", "gateway2")
-    timing = dataclasses.replace(FAST, start_stall=PATIENCE, unhealthy=PATIENCE)
-    async with running(path, timing, RealGateways(load_fleet(path))) as fleet:
+    async with running(path, FAST, RealGateways(load_fleet(path))) as fleet:
         for slot in (*slots, "ok-0"):
             await fleet.until_state(slot, "ready")
         async with httpx.AsyncClient(
@@ -492,7 +490,7 @@ async def test_a_gateway_whose_event_loop_stands_still_is_replaced(
 ) -> None:
     monkeypatch.setenv("PAGEFLEET_GATEWAY__PROCESSES", "2")
     path = fleet_file(tmp_path, "ok")
-    timing = dataclasses.replace(FAST, start_stall=PATIENCE, unhealthy=1.0)
+    timing = dataclasses.replace(FAST, unhealthy=2.0)
     async with running(path, timing, RealGateways(load_fleet(path))) as fleet:
         for slot in ("gateway0", "gateway1"):
             await fleet.until_state(slot, "ready")
