@@ -30,7 +30,9 @@ _DEFAULTS = Options()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Duration(click.ParamType[Any]):
+class DurationParam(click.ParamType[Any]):
+    """``2m``"""
+
     name = "DURATION"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -40,7 +42,7 @@ class _Duration(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-class _Steps(click.ParamType[Any]):
+class StepsParam(click.ParamType[Any]):
     """``5%,25%,100%``; the signs may be left out."""
 
     name = "PERCENTS"
@@ -70,7 +72,7 @@ def _waiting(command: F) -> F:
         command
     )
     return click.option(
-        "--timeout", type=_Duration(), help="Return after so long, with code 3; the rollout goes on."
+        "--timeout", type=DurationParam(), help="Return after so long, with code 3; the rollout goes on."
     )(command)
 
 
@@ -80,13 +82,15 @@ def _waiting(command: F) -> F:
     "--to", "source", required=True, metavar="SOURCE", help="A directory, a .gguf file or a hub id."
 )
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="A worker option to change.")
-@click.option("--steps", type=_Steps(), default=_DEFAULTS.steps, help="Users on it.  [default: 5%,25%,100%]")
 @click.option(
-    "--hold", type=_Duration(), default=_DEFAULTS.hold, help="Least time on each step.  [default: 2m]"
+    "--steps", type=StepsParam(), default=_DEFAULTS.steps, help="Users on it.  [default: 5%,25%,100%]"
+)
+@click.option(
+    "--hold", type=DurationParam(), default=_DEFAULTS.hold, help="Least time on each step.  [default: 2m]"
 )
 @click.option("--strategy", type=click.Choice(["canary", "recreate"]), default="canary", show_default=True)
 @click.option(
-    "--drain-limit", type=_Duration(), default=_DEFAULTS.drain_limit,
+    "--drain-limit", type=DurationParam(), default=_DEFAULTS.drain_limit,
     help="How long requests in flight may take to end.  [default: 15m]",
 )  # fmt: skip
 @click.option("--no-probes", is_flag=True, help="Judge by users alone, however few: waits for them.")
