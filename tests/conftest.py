@@ -38,7 +38,7 @@ def _missing(item: pytest.Item) -> str | None:
             return "no CUDA device"
     if item.get_closest_marker("model") and not DEMO_MODEL.exists():
         return f"no demo model at {DEMO_MODEL}; `make model` fetches it"
-    for marker, program in (("redis", "redis-server"), ("nginx", "nginx")):
+    for marker, program in (("redis", "redis-server"), ("nginx", "nginx"), ("systemd", "systemctl")):
         if item.get_closest_marker(marker) and shutil.which(program) is None:
             return f"{program} is not installed"
     return None

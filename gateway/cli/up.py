@@ -13,11 +13,13 @@ from pathlib import Path
 
 import click
 
+from contracts.notify import Notifier
 from gateway.cli.common import ask_supervisor, fail, print_json, read_fleet
 from gateway.cli.display import SETTLED, Display
 from gateway.config import FleetFile
 from gateway.fleet.commands import PYTHON, Commands, slots_of
 from gateway.fleet.errors import EXIT_DEGRADED, EXIT_INVALID, FleetError
+from gateway.fleet.hosting import hosting_of
 from gateway.fleet.logs import open_log, tail
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir
 from gateway.fleet.supervisor import Supervisor
@@ -50,7 +52,7 @@ def up(file: str, detach: bool, dry_run: bool, as_json: bool, detached: bool) ->
 
 def _run(fleet: FleetFile, as_json: bool, detached: bool) -> int:
     display = Display(fleet, lambda: supervisor.url, as_json=as_json, detached=detached)
-    supervisor = Supervisor(fleet, on_change=display)
+    supervisor = Supervisor(fleet, on_change=display, notifier=Notifier.from_environment())
     try:
         with supervisor.open():
             if supervisor.reaped:
@@ -66,7 +68,7 @@ def _run(fleet: FleetFile, as_json: bool, detached: bool) -> int:
 
 def _print_commands(fleet: FleetFile, as_json: bool) -> None:
     state = StateDir(fleet.supervisor.state_dir)
-    commands = Commands(os.getpid(), fleet)
+    commands = Commands(hosting_of(fleet, state).parent, fleet)
     argvs = {
         slot.name: commands.worker(slot, 1, state.run / f"{slot.name}.1.sock") for slot in slots_of(fleet)
     }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from contracts.notify import Notifier
 from gateway.config import FleetFile
 from gateway.fleet import logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
@@ -40,6 +41,7 @@ class Supervisor:
         commands: Commands | None = None,
         timing: Timing | None = None,
         on_change: Callable[[UnitStatus], None] = lambda status: None,
+        notifier: Notifier | None = None,
     ) -> None:
         settings = fleet.supervisor
         self._fleet = fleet
@@ -48,6 +50,7 @@ class Supervisor:
         self._commands = commands or Commands(self._hosting.parent, fleet)
         self._timing = timing or Timing(start_stall=settings.start_timeout, drain=settings.drain_timeout)
         self._notify = on_change
+        self._notifier = notifier or Notifier()  # whoever started the supervisor
         self._slots = slots_of(fleet)
         self._gateways = gateway_slots(fleet.gateway.processes)
         self._started = time.time()
@@ -116,6 +119,7 @@ class Supervisor:
                                 units.add(self._gateway_spec(name))
                             for slot in self._slots:
                                 self._workers.add(slot)
+                        self._notifier.ready(self._summary())
                         return await self._supervise(units)
                     finally:
                         await self._end(units)
@@ -125,9 +129,17 @@ class Supervisor:
         return self._hosting.parent is None
 
     def _make_units(self, backend: Backend, before: Predecessors) -> Units:
-        return Units(backend, self._timing, self._changed, found=before.found, generations=before.generations)
+        return Units(
+            backend,
+            self._timing,
+            self._changed,
+            found=before.found,
+            generations=before.generations,
+            endures=self._outlived,
+        )
 
     async def _end(self, units: Units) -> None:
+        self._notifier.stopping("ending")
         if self._outlived and not self._stop.is_set():
             await units.leave()
             return
@@ -140,8 +152,9 @@ class Supervisor:
         stop = asyncio.create_task(self._stop.wait())
         housekeeping = asyncio.create_task(self._keep_house())
         leave = asyncio.create_task(self._leave.wait())
-        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping)
-        waited: set[asyncio.Future[Any]] = {*tasks, units.ended}
+        strangers = asyncio.create_task(self._end_strangers(units))
+        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping, strangers)
+        waited: set[asyncio.Future[Any]] = {stop, leave, housekeeping, units.ended}
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for one in done:
@@ -171,6 +184,7 @@ class Supervisor:
     def _changed(self, status: UnitStatus) -> None:
         if status.role == "worker":
             self._workers.changed(status)
+        self._notifier.status(self._summary())
         with contextlib.suppress(OSError):  # who watched may have gone, as in `pagefleet up | head`
             self._notify(status)
 
@@ -185,8 +199,18 @@ class Supervisor:
             units=self.statuses,
         )
 
+    async def _end_strangers(self, units: Units) -> None:
+        """What a predecessor ran and nobody has asked for by now."""
+        await asyncio.sleep(self._timing.housekeeping)
+        await units.end_strangers(self._patience())
+
+    def _summary(self) -> str:
+        ready = sum(status.state == "ready" for status in self.statuses)
+        return f"{ready} of {len(self.statuses)} processes are ready"
+
     async def _keep_house(self) -> None:
         while True:
+            self._notifier.alive()
             await asyncio.sleep(self._timing.housekeeping)
             with contextlib.suppress(OSError, InvalidFleet):  # a full disk; the next round tries again
                 self.state.make()

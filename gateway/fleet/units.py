@@ -19,7 +19,7 @@ class Units:
     of ours. Units that aren't `repaired` (a rollout's) are nobody's hope.
 
     `found`: processes that an earlier supervisor started, by slot; `add` takes over the one that is in the
-    slot. `generations`: of the slots' last processes.
+    slot. `generations`: of the slots' last processes. `endures`: it isn't over when nothing can serve.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Units:
         *,
         found: Mapping[str, Found] = MappingProxyType({}),
         generations: Mapping[str, int] = MappingProxyType({}),
+        endures: bool = False,
     ) -> None:
         self._backend = backend
         self._timing = timing
@@ -39,6 +40,7 @@ class Units:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._generations = dict(generations)
         self._found = dict(found)
+        self._endures = endures
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -92,7 +94,7 @@ class Units:
         error = task.exception()  # a unit's run ends only when it has failed for good
         if error is not None:
             self.ended.set_exception(error)
-        elif self._hopeless():
+        elif not self._endures and self._hopeless():
             self.ended.set_result(None)
 
     def _hopeless(self) -> bool:
