@@ -124,6 +124,8 @@ class FakeWorker:
 
 class _Client(asyncio.Protocol):
     transport: asyncio.Transport
+    headers: dict[str, str]
+    body: list[bytes]
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
