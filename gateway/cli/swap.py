@@ -48,6 +48,8 @@ class StepsParam(click.ParamType[Any]):
     name = "PERCENTS"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):  # the default
+            return value
         try:
             return tuple(float(part.strip().removesuffix("%")) for part in str(value).split(","))
         except ValueError:
