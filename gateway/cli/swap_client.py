@@ -36,7 +36,7 @@ class Swaps:
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
-        transport = httpx.HTTPTransport(uds=str(state.admin_socket))
+        transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
         self._client = httpx.Client(
             transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN, trust_env=False
         )
