@@ -48,7 +48,7 @@ class Gateways:
         with log.open("wb") as file:
             child = await asyncio.to_thread(subprocess.Popen, command, stderr=file)
         self.children.append(child)
-        await until(lambda: b"serves on" in log.read_bytes(), 60)
+        await until(lambda: b"serves on" in log.read_bytes())
         (port,) = re.findall(rb"serves on \('127.0.0.1', (\d+)\)", log.read_bytes())
         # It says its address just before it listens.
         limits = httpx.Limits(max_connections=400)
@@ -69,7 +69,7 @@ class Gateways:
         for child in self.children:
             child.terminate()
         for child in self.children:
-            assert child.wait(30) in (0, -signal.SIGKILL)
+            assert child.wait(60) in (0, -signal.SIGKILL)
 
     def log(self) -> str:
         return "".join(path.read_text() for path in self.rig.folder.glob("gateway*.log"))
@@ -115,7 +115,7 @@ def limits(
     default: dict[str, Any], url: str, policy: str = "local", *, faults: bool = False
 ) -> dict[str, Any]:
     """Where Redis is well, decisions are its own, however busy the machine is."""
-    given = {"default": default, "on_redis_error": policy, "redis_timeout": "50ms" if faults else "20s"}
+    given = {"default": default, "on_redis_error": policy, "redis_timeout": "1s" if faults else "20s"}
     return {"redis_url": url, "limits": given}
 
 
@@ -155,7 +155,7 @@ async def test_a_killed_gateways_slots_return_and_the_counts_are_sane(tmp_path: 
                 asyncio.create_task(ask(client, stream=True, fake={"do": "sse", "gate_at": 1}))
                 for client in fleet.clients * 10
             ]
-            await until(lambda: redis.zcard(key) == 20, 30)
+            await until(lambda: redis.zcard(key) == 20)
             assert (await ask(fleet.clients[0])).status_code == 429
             fleet.children[1].kill()
             held = dict(redis.zrange(key, 0, -1, withscores=True))
@@ -170,7 +170,7 @@ async def test_a_killed_gateways_slots_return_and_the_counts_are_sane(tmp_path: 
                 asyncio.create_task(ask(fleet.clients[0], stream=True, fake={"do": "sse", "gate_at": 1}))
                 for _ in range(10)
             ]
-            await until(lambda: len(set(redis.zrange(key, 0, -1)) - set(left)) == 20, 30)
+            await until(lambda: len(set(redis.zrange(key, 0, -1)) - set(left)) == 20)
             assert (await ask(fleet.clients[0])).status_code == 429  # ten came back, and no more
             fleet.rig.workers[0].gate.set()
             done = await asyncio.gather(*hanging, return_exceptions=True)
@@ -195,8 +195,8 @@ async def test_redis_paused_killed_and_restarted_empty(tmp_path: Path, policy: s
             async def load(client: httpx.AsyncClient) -> None:
                 nonlocal slowest
                 while not stop.is_set():
-                    began = time.monotonic()
-                    seen[-1][(await ask(client)).status_code] += 1
+                    began, phase = time.monotonic(), seen[-1]
+                    phase[(await ask(client)).status_code] += 1
                     slowest = max(slowest, time.monotonic() - began)
                     await asyncio.sleep(0.005)
 
@@ -207,19 +207,19 @@ async def test_redis_paused_killed_and_restarted_empty(tmp_path: Path, policy: s
                 fault()
                 await becomes(True, *fleet.clients)
                 seen.append(Counter())
-                await asyncio.sleep(0.7)
+                await until(lambda: seen[-1].total() > 20)
                 expected = {503} if policy == "closed" else {200}
                 assert set(seen[-1]) == expected, policy
                 repair()
                 await becomes(False, *fleet.clients)
                 await asyncio.sleep(0.1)
                 seen.append(Counter())
-            await asyncio.sleep(0.5)
+            await until(lambda: seen[-1].total() > 20)
             stop.set()
             await asyncio.gather(*loads)
             assert set(seen[-1]) == {200}
             assert not FAULTS & set(sum(seen, Counter()))
-            assert slowest < 10
+            assert slowest < 30
             with server.client() as client:  # what runs is known to the new one, and nothing else is left
                 await until(lambda: client.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 0)
         assert "Traceback" not in fleet.log()
@@ -247,10 +247,10 @@ async def test_a_failover_refuses_nobody(tmp_path: Path) -> None:
             assert set(statuses) == {200}
             with replica.client() as redis:
                 assert redis.role()[0] == b"master"
-                await until(lambda: redis.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 2, 30)
+                await until(lambda: redis.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 2)
                 fleet.rig.workers[0].gate.set()
                 await asyncio.gather(*held)
-                await until(lambda: redis.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 0, 30)
+                await until(lambda: redis.zcard("pagefleet:{u:ann}:user:ann:concurrency") == 0)
 
 
 async def test_gateways_start_without_redis_and_find_it_later(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_limits_set_by_the_command_line_hold_on_every_gateway(tmp_path: Pa
             command(tmp_path / "here", "set", "user", "ann", "--qps", "0.01", "--burst", "2")
 
             async def holds(count: int, name: str) -> None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     for client in clients:
                         while (await ask(client, name)).headers["x-ratelimit-limit-requests"] != str(count):
                             await asyncio.sleep(0.05)

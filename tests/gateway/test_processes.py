@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -20,12 +21,13 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import client_protocol
 from gateway.board import Peer
 from gateway.cli import main as pagefleet
 from gateway.fleet.statedir import StateDir
 from tests.gateway.rig import Rig, http_post, target, until
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(200)
 
 PROCESSES = 3
 BODY = b'{"model":"m"}'
@@ -55,7 +57,7 @@ class Gateways:
         for slot in slots:
             self._spawn(slot)
         for slot in slots:
-            await until(partial(self._serves, slot), 60)
+            await until(partial(self._serves, slot))
         await asyncio.sleep(0.3)  # they see each other
 
     def _spawn(self, slot: str) -> None:
@@ -76,13 +78,18 @@ class Gateways:
         readings = [Peer(self.state.board(slot)).read() for slot in self.slots]
         return [reading.connections for reading in readings if reading is not None]
 
+    def leaving(self) -> bool:
+        """Whether all have been told to end, and know it."""
+        readings = [Peer(self.state.board(slot)).read() for slot in self.slots]
+        return all(reading is not None and reading.leaving for reading in readings)
+
     def kill(self, slot: str) -> None:
         self.children[slot].kill()
         self.children[slot].wait()
 
     async def ended(self, slot: str) -> int:
         child = self.children[slot]
-        await until(lambda: child.poll() is not None, 40)
+        await until(lambda: child.poll() is not None)
         return child.returncode
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -95,7 +102,7 @@ class Gateways:
         reader, writer = await self.connect()
         writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}connection: close\r\n\r\n".encode())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         finally:
             writer.close()
@@ -121,7 +128,7 @@ class Gateways:
     ) -> tuple[int, str, bytes]:
         """As `get`, over a connection that is kept."""
         writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             assert length is not None, head
@@ -136,6 +143,16 @@ class Gateways:
             for family in text_string_to_metric_families(page)
             for sample in family.samples
         }
+
+    async def until_metrics(self, expected: dict[str, float]) -> None:
+        """Until they say so, whoever answers. A request is counted right after its answer, and what a process
+        has in flight is on its board a moment later."""
+        async with asyncio.timeout(60):
+            while not expected.items() <= (await self.metrics()).items():
+                await asyncio.sleep(0.05)
+        for _ in range(6):
+            page = await self.metrics()
+            assert {name: page[name] for name in expected} == expected
 
 
 def _who(head: bytes) -> tuple[int, str]:
@@ -159,7 +176,7 @@ async def gateways(
     listener.listen(512)
     running = Gateways(rig, listener, auth)
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(180):
             await running.start(*running.slots)
             yield running, rig
     finally:
@@ -188,8 +205,13 @@ class Client:
             self.connections += 1
             reader, writer = await self._running.connect()
             try:
-                while not until_done() and await self._ask(reader, writer):
+                may_ask = True
+                while may_ask and not until_done():
+                    may_ask = await self._ask(reader, writer)
+                    answered = time.monotonic()
                     await asyncio.sleep(0.002)
+                    # Held up ourselves: a connection so long idle may be closed, as every client knows.
+                    may_ask = may_ask and time.monotonic() < answered + 0.5
             except (OSError, asyncio.IncompleteReadError) as error:
                 self.failures.append(repr(error))
             finally:
@@ -198,7 +220,7 @@ class Client:
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection may be used again."""
         writer.write(http_post(self._body))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             assert length is not None
@@ -208,29 +230,34 @@ class Client:
         return b"connection: close" not in head
 
 
+async def evenly(running: Gateways, at_once: bool) -> bool:
+    """Whether each process has its part of sixty connections."""
+    if at_once:
+        held = await asyncio.gather(*(running.connect() for _ in range(60)))
+    else:
+        held = [await running.connect() for _ in range(60)]
+    await until(lambda: sum(running.connections()) == 60)
+    found = running.connections()
+    for _, writer in held:
+        writer.close()
+    await until(lambda: sum(running.connections()) == 0)
+    return all(16 <= count <= 24 for count in found)
+
+
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 async def test_connections_are_shared_evenly(tmp_path: Path, unix: bool) -> None:
+    """A process that isn't run for a while gets less then, so more than one try is allowed. Left to itself
+    the kernel never comes near."""
     async with gateways(tmp_path, unix=unix) as (running, _):
-        held = await asyncio.gather(*(running.connect() for _ in range(60)))  # a burst
-        await until(lambda: sum(running.connections()) == 60)
-        assert all(16 <= count <= 24 for count in running.connections()), running.connections()
-        for _, writer in held[:30]:
-            writer.close()
-        await until(lambda: sum(running.connections()) == 30)
-        for _ in range(30):
-            held.append(await running.connect())  # one by one
-        await until(lambda: sum(running.connections()) == 60)
-        assert all(16 <= count <= 24 for count in running.connections()), running.connections()
+        for at_once in (True, False):
+            assert any([await evenly(running, at_once) for _ in range(5)])
         # Who is paused gets no more, and nobody waits for it.
         running.children["gateway1"].send_signal(signal.SIGSTOP)
-        await asyncio.sleep(1.1)
         before = running.connections()[1]
         for _ in range(20):
             assert (await running.get("/health"))[0] == 200
         assert running.connections()[1] == before
         running.children["gateway1"].send_signal(signal.SIGCONT)
-        for _, writer in held:
-            writer.close()
 
 
 async def test_two_hundred_calls_one_answer(tmp_path: Path) -> None:
@@ -265,7 +292,7 @@ async def test_keys_are_those_of_all(tmp_path: Path) -> None:
             answers, processes = Counter[int](), set()
             async with running.everyone() as clients:
                 bearer = f"authorization: Bearer {key}\r\n"
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while {(await ask("/v1/models", bearer))[0] for ask in clients} != {status}:
                         await asyncio.sleep(0.01)
                 for ask in clients * 10:
@@ -281,33 +308,37 @@ async def test_metrics_add_up_and_survive_a_kill(tmp_path: Path) -> None:
     async with gateways(tmp_path) as (running, rig):
         clients = [Client(running) for _ in range(6)]
         await asyncio.gather(*(c.run(lambda c=c: c.answers == 20) for c in clients))  # type: ignore[misc]
-        for _ in range(6):
-            page = await running.metrics()
-            assert page[key] == page["pagefleet_gateway_request_seconds_count,m"] == 120
-            assert page["pagefleet_gateway_request_seconds_bucket,+Inf,m"] == 120
-            assert page["pagefleet_gateway_processes"] == PROCESSES
-            assert page["pagefleet_route_epoch"] == page["pagefleet_route_epoch_max"] == rig.epoch
-
+        counts = {key: 120.0, "pagefleet_gateway_request_seconds_count,m": 120.0}
+        await running.until_metrics(
+            {
+                **counts,
+                "pagefleet_gateway_request_seconds_bucket,+Inf,m": 120,
+                "pagefleet_gateway_processes": PROCESSES,
+                "pagefleet_route_epoch": rig.epoch,
+                "pagefleet_route_epoch_max": rig.epoch,
+            }
+        )
+        await until(lambda: sum(running.connections()) == 0)
         hanging = json.dumps({"model": "m", "fake": {"do": "hang"}}).encode()
-        held = [await running.connect() for _ in range(9)]
-        for _, writer in held:
-            writer.write(http_post(hanging))
-        await until(lambda: len(rig.workers[0].requests) == 129)
-        await asyncio.sleep(0.5)
-        assert (await running.metrics())["pagefleet_gateway_inflight,m,s.1"] == 9
+        held = []
+        while min(running.connections()) < 2:
+            held.append(await running.connect())
+            held[-1][1].write(http_post(hanging))
+            await until(lambda: len(rig.workers[0].requests) == 120 + len(held))
+        part = running.connections()[0]
+        await running.until_metrics({**counts, "pagefleet_gateway_inflight,m,s.1": len(held)})
         running.kill("gateway0")
-        for _ in range(6):
-            page = await running.metrics()
-            assert page[key] == page["pagefleet_gateway_request_seconds_count,m"] == 120
-            assert page["pagefleet_gateway_processes"] == PROCESSES - 1
-            assert 4 <= page["pagefleet_gateway_inflight,m,s.1"] <= 8  # its part is gone
-
+        await running.until_metrics(
+            {
+                **counts,
+                "pagefleet_gateway_processes": PROCESSES - 1,
+                "pagefleet_gateway_inflight,m,s.1": len(held) - part,  # its part is gone
+            }
+        )
         await running.start("gateway0")
         again = [Client(running) for _ in range(6)]
         await asyncio.gather(*(c.run(lambda c=c: c.answers == 10) for c in again))  # type: ignore[misc]
-        page = await running.metrics()
-        assert page[key] == 180
-        assert page["pagefleet_gateway_processes"] == PROCESSES
+        await running.until_metrics({key: 180, "pagefleet_gateway_processes": PROCESSES})
         for _, writer in held:
             writer.close()
 
@@ -317,23 +348,31 @@ async def test_a_kill_under_load_costs_only_what_it_carried(tmp_path: Path) -> N
         done = asyncio.Event()
         clients = [Client(running) for _ in range(12)]
         tasks = [asyncio.create_task(client.run(done.is_set)) for client in clients]
-        await until(lambda: all(client.answers > 10 for client in clients), 30)
-        running.kill("gateway2")
+        await until(lambda: all(client.answers > 10 for client in clients))
+        await until(lambda: sum(running.connections()) == 12)
+        part = max(running.connections())
+        victim = running.slots[running.connections().index(part)]
+        running.kill(victim)
         marks = [client.answers for client in clients]
-        await until(lambda: all(c.answers > mark + 20 for c, mark in zip(clients, marks)), 30)
-        await running.start("gateway2")
+        await until(lambda: all(c.answers > mark + 20 for c, mark in zip(clients, marks)))
+        await running.start(victim)
         marks = [client.answers for client in clients]
-        await until(lambda: all(c.answers > mark + 10 for c, mark in zip(clients, marks)), 30)
+        await until(lambda: all(c.answers > mark + 10 for c, mark in zip(clients, marks)))
         done.set()
         await asyncio.gather(*tasks)
         hit = [client for client in clients if client.failures]
         assert all(len(client.failures) == 1 for client in hit)  # its connection's end, and never another
-        assert 2 <= len(hit) <= 6
-        page = await running.metrics()
+        assert 1 <= len(hit) <= part
         served = sum(client.answers for client in clients)
-        counted = sum(value for name, value in page.items() if re.match(r".*requests_total,m,200,", name))
+
+        async def counted() -> float:
+            page = await running.metrics()
+            return sum(value for name, value in page.items() if re.match(r".*requests_total,m,200,", name))
+
         # A request is counted right after its answer: a kill comes between, or before the client has read it.
-        assert abs(counted - served) <= len(hit)
+        async with asyncio.timeout(60):
+            while abs(await counted() - served) > part:
+                await asyncio.sleep(0.05)
 
 
 async def test_an_orderly_end_resets_nobody(tmp_path: Path) -> None:
@@ -344,7 +383,7 @@ async def test_an_orderly_end_resets_nobody(tmp_path: Path) -> None:
         tasks = [asyncio.create_task(client.run(done.is_set)) for client in clients]
         for slot in running.slots[:2]:
             marks = [client.answers for client in clients]
-            await until(lambda m=marks: all(c.answers > mark + 10 for c, mark in zip(clients, m)), 30)  # type: ignore[misc]
+            await until(lambda m=marks: all(c.answers > mark + 10 for c, mark in zip(clients, m)))  # type: ignore[misc]
             running.children[slot].terminate()
             assert await running.ended(slot) == 0
             await running.start(slot)
@@ -356,22 +395,30 @@ async def test_an_orderly_end_resets_nobody(tmp_path: Path) -> None:
 
 async def test_idle_connections_have_a_last_call(tmp_path: Path) -> None:
     async with gateways(tmp_path) as (running, _):
-        held = [await running.connect() for _ in range(6)]
-        for reader, writer in held:
-            writer.write(http_post(BODY))
-            await reader.readuntil(b'{"served_by":"w"}')
-        for child in running.children.values():
-            child.terminate()
-        await asyncio.sleep(0.4)  # they have seen it
-        for reader, writer in held[:3]:
-            writer.write(http_post(BODY))
-            answer = await reader.read()
+        for _ in range(5):
+            held = [await running.connect() for _ in range(6)]
+            for reader, writer in held:
+                writer.write(http_post(BODY))
+                await reader.readuntil(b'{"served_by":"w"}')
+            told = time.monotonic()
+            for child in running.children.values():
+                child.terminate()
+            await until(running.leaving)
+            for _, writer in held[:3]:
+                writer.write(http_post(BODY))
+            in_time = time.monotonic() < told + client_protocol.LAST_CALL_SECONDS / 2
+            answers = await asyncio.gather(*(reader.read() for reader, _ in held), return_exceptions=True)
+            for _, writer in held:
+                writer.close()
+            assert [await running.ended(slot) for slot in running.slots] == [0] * PROCESSES
+            if in_time:  # else this machine was too busy to ask within the last call
+                break
+            await running.start(*running.slots)
+        for answer in answers[:3]:
+            assert isinstance(answer, bytes)
             assert answer.endswith(b'{"served_by":"w"}')
             assert b"connection: close" in answer
-        for reader, writer in held[3:]:
-            assert await reader.read() == b""  # an end, not a reset
-            writer.close()
-        assert [await running.ended(slot) for slot in running.slots] == [0] * PROCESSES
+        assert answers[3:] == [b""] * 3  # an end, not a reset
 
 
 async def test_streams_are_finished_by_a_process_that_ends(tmp_path: Path) -> None:
@@ -417,10 +464,9 @@ async def test_one_without_a_descriptor_to_spare_leaves_connections_to_the_other
         log = tmp_path / "gateway0.log"
         assert log.read_text().count("no connection can be taken: Too many open files") == 1
         resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (hard, hard))
-        await asyncio.sleep(1.0)
-        for _ in range(10):
-            held.append(await running.connect())
-            await asyncio.sleep(0.02)  # the others, which have 15 each, leave it to the one that has none
-        await until(lambda: running.connections()[0] >= 5)
+        async with asyncio.timeout(60):
+            while running.connections()[0] < 5:  # the others, which have 15 each, leave it to this one
+                held.append(await running.connect())
+                await asyncio.sleep(0.05)
         for _, writer in held:
             writer.close()
