@@ -29,14 +29,27 @@ local function reply(value)
   replies[#replies + 1] = string.format('%.0f', value)
 end
 
+-- A command on a key of ours. If that holds something else, it goes: one such key would fail every list of
+-- operations that it is in, and so everybody's.
+local function on(name, command, ...)
+  local answer = redis.pcall(command, name, ...)
+  if type(answer) == 'table' and answer.err then
+    if string.find(answer.err, 'WRONGTYPE', 1, true) then
+      redis.call('DEL', name)
+    end
+    answer = redis.call(command, name, ...)
+  end
+  return answer
+end
+
 -- (backlog, unit, tolerance) as stored, or nothing. A backlog of over two bursts was written by a clock that
 -- was ahead of this one, on a server that failed over to this: it would refuse for as long as that was ahead.
 local function read_rate(name)
-  local stored = redis.call('GET', name)
-  if not stored then
+  local stored = on(name, 'GET')
+  local tat, unit, tolerance = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
+  if not tat then
     return nil
   end
-  local tat, unit, tolerance = string.match(stored, '^(%d+) (%d+) (%d+)$')
   local backlog = tonumber(tat) - now
   if backlog > 2 * tonumber(tolerance) then
     return nil
@@ -65,13 +78,15 @@ local function present_backlog(name, unit, tolerance)
   return backlog
 end
 
-local function held(name)
-  redis.call('ZREMRANGEBYSCORE', name, '-inf', string.format('%.0f', now))
+-- Leases that end later than any can were written by a clock that was ahead, too.
+local function held(name, ttl)
+  on(name, 'ZREMRANGEBYSCORE', '-inf', string.format('%.0f', now))
+  redis.call('ZREMRANGEBYSCORE', name, string.format('%.0f', now + 2 * ttl), '+inf')
   return redis.call('ZCARD', name)
 end
 
 local function hold(name, lease, ttl)
-  redis.call('ZADD', name, string.format('%.0f', now + ttl), lease)
+  on(name, 'ZADD', string.format('%.0f', now + ttl), lease)
 end
 
 local function keep(name, ttl)
@@ -90,7 +105,7 @@ function operations.acquire()
       rule.value = present_backlog(rule.key, rule.unit, rule.tolerance)
       admitted = admitted and rule.value + rule.cost <= rule.tolerance
     else
-      rule.value = held(rule.key)
+      rule.value = held(rule.key, ttl)
       admitted = admitted and rule.value < rule.cost
     end
     rules[i] = rule
@@ -129,13 +144,13 @@ function operations.hold()
     hold(name, word(), ttl)
   end
   keep(name, ttl)
-  reply(held(name))
+  reply(held(name, ttl))
 end
 
 function operations.drop()
   local name, count = key(), number()
   for _ = 1, count do
-    redis.call('ZREM', name, word())
+    on(name, 'ZREM', word())
   end
 end
 

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 class Shared(Protocol):
     """Where gateways share them: `RedisOverrides`."""
 
-    async def exchange(self, ours: Overrides, *, changed: bool) -> dict[str, Entry]: ...
+    async def exchange(self, ours: Overrides, *, changed: bool) -> dict[str, Entry]:
+        """OverridesUnusable, whatever goes wrong."""
 
     async def aclose(self) -> None: ...
 
@@ -32,7 +33,7 @@ class LiveOverrides:
         self._shared = shared
         self._apply = apply
         self._entries: dict[str, Entry] = {}
-        self._complaint = ""
+        self._complaints: dict[str, str] = {}  # about the file, and about what is shared
         self._task: asyncio.Task[None] | None = None
         self._read()
 
@@ -60,8 +61,9 @@ class LiveOverrides:
         try:
             entries = self._file.read()
         except OverridesUnusable as error:
-            self._complain(str(error))
+            self._complain("file", str(error))
             return False
+        self._complaints.pop("file", None)
         if entries == self._entries:
             return False
         self._use(entries)
@@ -71,9 +73,10 @@ class LiveOverrides:
         """False when there is more to share, or Redis couldn't be asked (the limiter says that, loudly)."""
         try:
             theirs = await shared.exchange(self._entries, changed=changed)
-        except Exception as error:  # whatever it is, it may pass
-            log.debug("limits set elsewhere can't be read: %s", type(error).__name__)
+        except OverridesUnusable as error:
+            self._complain("shared", str(error))
             return False
+        self._complaints.pop("shared", None)
         if theirs:
             everything = {**self._entries, **theirs}
             self._use(everything)
@@ -82,7 +85,7 @@ class LiveOverrides:
                 self._use(merged)
                 return merged == everything  # else something was set in the file just now
             except OverridesUnusable as error:  # they hold all the same, until this gateway ends
-                self._complain(str(error))
+                self._complain("file", str(error))
         return True
 
     def _use(self, entries: dict[str, Entry]) -> None:
@@ -91,7 +94,7 @@ class LiveOverrides:
             self._apply(entries)
             log.info("limits: %d set while running", sum(bool(entry.bounds) for entry in entries.values()))
 
-    def _complain(self, complaint: str) -> None:
-        if complaint != self._complaint:
-            self._complaint = complaint
+    def _complain(self, about: str, complaint: str) -> None:
+        if complaint != self._complaints.get(about):
+            self._complaints[about] = complaint
             log.error("%s", complaint)

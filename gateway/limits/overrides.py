@@ -30,6 +30,10 @@ class Entry(msgspec.Struct, frozen=True):
     at: int
     bounds: Bounds = NOTHING
 
+    def __post_init__(self) -> None:
+        """ValueError for bounds that no request could be checked against, wherever they came from."""
+        self.bounds.check()
+
 
 Overrides = Mapping[str, Entry]
 

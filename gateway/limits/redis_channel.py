@@ -162,12 +162,13 @@ class RedisChannel:
                 await self._check()
             except Exception as error:  # it may be anything, and may pass
                 self.reason = reason_of(error)
-                await asyncio.sleep(delay * random.uniform(0.5, 1))
-                delay = min(2 * delay, LAST_RETRY_S)
             else:
                 self.reason = None
-        logger.warning("limits: Redis at %s answers again", self._link.address)
-        await self._owner.well_again()
+                logger.warning("limits: Redis at %s answers again", self._link.address)
+                await self._owner.well_again()
+            if self.reason is not None:  # also by a fault since: then nobody else repairs it
+                await asyncio.sleep(delay * random.uniform(0.5, 1))
+                delay = min(2 * delay, LAST_RETRY_S)
 
     async def _check(self) -> None:
         """Raises unless Redis takes writes in time; connecting may take longer."""

@@ -87,8 +87,9 @@ class RedisLink:
         return answers
 
     async def probe(self, key: str) -> None:
-        """Raises unless this key's server takes writes."""
-        await self._client.execute_command("SET", key, 1, "PX", 1000)
+        """Raises unless this key's server runs the script and takes writes, over the way that operations
+        go: another connection may be let in where theirs isn't, or have been before."""
+        await self._call([Operation([key], "hold 1000000 1 probe", 1)])
 
     async def execute(self, *words: Any) -> Any:
         """A command outside the script."""
@@ -118,8 +119,14 @@ class RedisLink:
             return await self._client.execute_command(*words)
         if not self._connection.is_connected:
             await self._connection.connect()
-        await self._connection.send_packed_command(_packed(words), check_health=False)
-        return await self._connection.read_response()
+        try:
+            await self._connection.send_packed_command(_packed(words), check_health=False)
+            return await self._connection.read_response()
+        except NoScriptError:
+            raise
+        except RedisError:  # by the next time the address may mean another server: that of a failover
+            await self._connection.disconnect(nowait=True)
+            raise
 
 
 def _packed(words: Sequence[str]) -> bytes:

@@ -12,17 +12,22 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.limits.overrides import Entry, Overrides, entry_decoder, newer
-from gateway.limits.redis_link import RedisLink
+from gateway.limits.overrides import Entry, Overrides, OverridesUnusable, entry_decoder, newer
+from gateway.limits.redis_link import RedisLink, reason_of
 
 REDIS_SECONDS = 1.0  # for one exchange
 
 # KEYS: the hash, the number. ARGV: pairs of subject and entry. Writes what is newer; of equal times the
-# caller sends only what should win. The number is a time: a count could come again after a restart.
+# caller sends only what should win, and what is no entry loses. The number is a time: a count could come
+# again after a restart.
 _PUT = """
+local function at(entry)
+  local good, decoded = pcall(cjson.decode, entry)
+  return good and type(decoded) == 'table' and tonumber(decoded.at) or -1
+end
 for i = 1, #ARGV, 2 do
   local known = redis.call('HGET', KEYS[1], ARGV[i])
-  if not known or cjson.decode(known).at <= cjson.decode(ARGV[i + 1]).at then
+  if not known or at(known) <= at(ARGV[i + 1]) then
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
   end
 end
@@ -34,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class RedisOverrides:
-    """The map of all gateways of a fleet, in Redis. Errors are those of the client library."""
+    """The map of all gateways of a fleet, in Redis."""
 
     def __init__(self, url: str, prefix: str = "pagefleet") -> None:
         self._link = RedisLink(url)
@@ -44,7 +49,16 @@ class RedisOverrides:
 
     async def exchange(self, ours: Overrides, *, changed: bool) -> dict[str, Entry]:
         """Gives Redis what is newer in `ours`, when that has `changed` or Redis is another than before; what
-        is newer there."""
+        is newer there. OverridesUnusable when Redis can't be asked, or has something else in their place."""
+        try:
+            return await self._exchange(ours, changed)
+        except Exception as error:  # the client library's and the system's are many, and all may pass
+            raise OverridesUnusable(
+                f"limits that are set elsewhere can't be had from Redis at {self._link.address}: "
+                f"{reason_of(error)}"
+            ) from None
+
+    async def _exchange(self, ours: Overrides, changed: bool) -> dict[str, Entry]:
         async with asyncio.timeout(REDIS_SECONDS):
             number = await self._link.execute("GET", self._number)
             if number is not None and number == self._known and not changed:
