@@ -14,7 +14,7 @@ from gateway.cli.common import fail, printable, which_fleet
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.statedir import StateDir
 from gateway.usage.reader import AuditTail, Entry
-from gateway.usage.record import AuditLine
+from gateway.usage.record import AuditLine, inert
 
 _STATUS = re.compile(r"[1-5](\d\d|xx)")
 
@@ -105,7 +105,7 @@ def _filter(
 
 
 def _show_json(entry: Entry) -> None:
-    click.echo(entry[0].decode("utf-8", "replace"))
+    click.echo(inert(entry[0]).decode("utf-8", "replace"))
 
 
 def _show(entry: Entry) -> None:

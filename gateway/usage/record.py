@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import lru_cache
 
@@ -10,6 +11,12 @@ import msgspec
 from contracts.usage import Usage
 
 MAX_BODY = 16 * 1024  # bytes of a request's body in its audit line, where prompts are wanted
+
+# In UTF-8: DEL and the controls of Latin-1 (a terminal obeys U+009B), marks that turn the direction of text
+# or take no space, and what some readers take for the end of a line.
+_UNSEEN = re.compile(
+    rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\x8b-\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xd8\x9c|\xef\xbb\xbf"
+)
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +84,14 @@ def line_of(record: Record) -> AuditLine:
         record.code,
         None if body is None else body.decode("utf-8", "replace"),
     )
+
+
+def inert(json: bytes) -> bytes:
+    """JSON that says the same, with escapes for what a terminal would obey or not show: clients choose names,
+    and JSON itself escapes only the controls of ASCII."""
+    if json.isascii() and b"\x7f" not in json:
+        return json
+    return _UNSEEN.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)
 
 
 def _microseconds(seconds: float) -> float:

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.usage.audit_file import AuditFile
-from gateway.usage.record import Record, line_of
+from gateway.usage.record import Record, inert, line_of
 from gateway.usage.store import COUNTS, HOUR, Row, Sums, UsageStore, UsageUnusable
 
 MAX_UNWRITTEN = 16 * 1024**2  # bytes of lines kept for a file that can't be written
@@ -50,7 +50,7 @@ class AuditSink:
         self._bytes = 0
 
     def take(self, records: Sequence[Record]) -> None:
-        lines = self._encoder.encode_lines([line_of(record) for record in records])
+        lines = inert(self._encoder.encode_lines([line_of(record) for record in records]))
         if self._bytes + len(lines) > MAX_UNWRITTEN:
             self.lost += len(records)
             return
