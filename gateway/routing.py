@@ -85,14 +85,18 @@ class Backend:
             self.queue.slot_freed()
 
 
+# Replicas of each variant, with the basis point at which its share of the users ends.
+Shares = tuple[tuple[int, Sequence[Backend]], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model of the table. `live`: ready targets with a weight, in the document's order; `split`: they are
-    of several variants; `held`: there are none, and requests are to wait for one."""
+    """One model of the table. `live`: ready targets with a weight, in the document's order; `shares`: their
+    variants' ones, if there are several; `held`: there are none, and requests are to wait for one."""
 
     routes: Routes
     live: tuple[Backend, ...]
-    split: bool
+    shares: Shares
     held: bool
 
 
@@ -122,7 +126,8 @@ class Table:
                 if target.state == "ready" and target.weight_bp > 0:
                     live.append(backend)
             split = len({backend.target.variant for backend in live}) > 1
-            self.entries[model] = Entry(routes, tuple(live), split, routes.hold and not live)
+            shares = shares_of(live) if split else ()
+            self.entries[model] = Entry(routes, tuple(live), shares, routes.hold and not live)
         found = list(self.found())
         for model, entry in found:
             for alias in entry.routes.aliases:
@@ -315,12 +320,14 @@ class Router:
         self, entry: Entry, user: str, tried: Collection[str], body: bytes, level: int
     ) -> Backend | None:
         usable: Sequence[Backend] = entry.live
-        if tried or not usable or not all(backend.health.clear for backend in usable):
+        shares = entry.shares
+        if tried or not usable or not _all_clear(usable):
             usable = self._usable(entry, tried)
             if not usable:
                 return None
-        if entry.split:
-            usable = sticky(usable, entry.routes.salt, entry.routes.model, user)
+            shares = shares_of(usable) if shares else ()
+        if shares:
+            usable = sticky(shares, entry.routes.salt, entry.routes.model, user)
         backend = self._replica(usable, body, level)
         if backend is not None and not backend.health.clear:
             backend.health.taken(time.monotonic())
@@ -341,7 +348,9 @@ class Router:
     def _replica(self, usable: Sequence[Backend], body: bytes, level: int) -> Backend | None:
         """The one that has the conversation, if it isn't overloaded: consistent hashing with bounded loads
         (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350). Else the least busy. None when all are full."""
-        key = affinity.conversation_key(body) if body and len(usable) > 1 else None
+        if len(usable) == 1:
+            return usable[0] if usable[0].has_room(level) else None
+        key = affinity.conversation_key(body) if body else None
         if key is not None:
             load, weight, best, home = 1, 0, -1.0, usable[0]
             for backend in usable:
@@ -389,25 +398,37 @@ def _any_good(live: tuple[Backend, ...]) -> bool:
     return any(backend.health.identified or not backend.health.asked for backend in live)
 
 
-def sticky(live: Sequence[Backend], salt: str, model: str, user: str) -> Sequence[Backend]:
-    """The replicas that a user gets in a rollout: hash(salt, model, user) mod 10000 falls into one variant's
-    share, which is the sum of its replicas' weights.
+def _all_clear(live: Sequence[Backend]) -> bool:
+    for backend in live:  # noqa: SIM110 (a generator takes three times as long)
+        if not backend.health.clear:
+            return False
+    return True
 
-    A pure function, so all gateways agree. Shares are laid out from the document's last variant on: the
-    standby comes last in it and owns [0, weight), so raising its weight only moves users forward. Shares of
-    targets that can't take the request are filled by the others in proportion.
+
+def shares_of(live: Sequence[Backend]) -> Shares:
+    """A variant's share is the sum of its replicas' weights, of all weights.
+
+    Shares are laid out from the document's last variant on: the standby comes last in it and owns
+    [0, weight), so raising its weight only moves users forward. The share of a target that isn't among `live`
+    is filled by the others in proportion.
     """
-    digest = hashlib.blake2b(
-        f"{salt}|{model}|{user}".encode("utf-8", "surrogatepass"), digest_size=8
-    ).digest()
-    bucket = int.from_bytes(digest) % FULL_WEIGHT
     total = sum(backend.target.weight_bp for backend in live)
     variants: dict[str, list[Backend]] = {}
     for backend in live:
         variants.setdefault(backend.target.variant, []).append(backend)
-    edge = 0
+    edge, shares = 0, []
     for replicas in reversed(variants.values()):
         edge += sum(backend.target.weight_bp for backend in replicas)
-        if bucket * total < edge * FULL_WEIGHT:
+        shares.append((-(-edge * FULL_WEIGHT // total), replicas))
+    return tuple(shares)
+
+
+def sticky(shares: Shares, salt: str, model: str, user: str) -> Sequence[Backend]:
+    """The replicas that a user gets in a rollout: those into whose share hash(salt, model, user) mod 10000
+    falls. A pure function, so all gateways agree."""
+    name = f"{salt}|{model}|{user}".encode("utf-8", "surrogatepass")
+    bucket = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) % FULL_WEIGHT
+    for end, replicas in shares:
+        if bucket < end:
             return replicas
-    return live
+    return shares[-1][1]

@@ -28,7 +28,7 @@ from gateway.identity.secret import new_key
 from gateway.identity.store import KEYS_FILE, KeyStore
 from gateway.routes import native
 from gateway.routes import openai as openai_routes
-from gateway.routing import sticky
+from gateway.routing import shares_of, sticky
 from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, target, until
 
 KEYS = {"auth": {"mode": "keys"}}
@@ -439,7 +439,7 @@ class Split:
 
     def of(self, user: str) -> str:
         live = list(self.rig.app.router.table.entries["m"].live)
-        return sticky(live, "s", "m", user)[0].target.slot
+        return sticky(shares_of(live), "s", "m", user)[0].target.slot
 
     async def count_for(self, counted: str, headers: dict[str, str], **body: Any) -> bool:
         return await self.worker(headers, **body) == self.of(counted)

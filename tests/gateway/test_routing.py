@@ -14,7 +14,7 @@ from contracts.errors import ApiError
 from gateway import routing
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.health import Health
-from gateway.routing import Backend, Router, RouterSettings, sticky
+from gateway.routing import Backend, Router, RouterSettings, shares_of, sticky
 
 
 def ready(slot: str, weight_bp: int = 10_000, **fields: Any) -> Target:
@@ -87,7 +87,7 @@ def share(weights: list[int], users: int, salt: str = "s") -> list[str]:
         Backend("m", ready(f"t{index}", weight, variant=f"v{index}"), CLEAR, router.queue("m"))
         for index, weight in enumerate(weights)
     ]
-    return [sticky(live, salt, "m", f"user{user}")[0].target.slot for user in range(users)]
+    return [sticky(shares_of(live), salt, "m", f"user{user}")[0].target.slot for user in range(users)]
 
 
 def test_sticky_split_keeps_to_the_weights_and_to_the_user() -> None:
