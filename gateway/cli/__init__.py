@@ -13,6 +13,7 @@ _COMMANDS = {
     "top": "gateway.cli.top:top",
     "logs": "gateway.cli.logs:logs",
     "chat": "gateway.cli.chat:chat",
+    "swap": "gateway.cli.swap:swap",
     "config": "gateway.cli.config:config",
     "keys": "gateway.cli.keys:keys",
     "limits": "gateway.cli.limits:limits",
@@ -53,5 +54,5 @@ def main() -> None:
     """Several language models behind one HTTP endpoint.
 
     Exit codes: 0 ok, 1 failed, 2 invalid use or configuration, 3 timed out and still running,
-    5 doesn't fit, 6 conflict, 7 degraded.
+    4 rolled back, 5 doesn't fit, 6 conflict, 7 degraded, 130 interrupted.
     """

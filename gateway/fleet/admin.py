@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,11 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.fleet.rollout import Rollout, Version
 from gateway.fleet.unit import UnitStatus
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `GET /status` answers; `started` is a Unix time."""
+    """What `GET /status` answers; `started` is a Unix time. `rollouts`: each model's that is under way, or
+    its last one; `versions`: what models run that don't run what the fleet file says."""
 
     supervisor: int
     state_dir: str
@@ -29,10 +31,14 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool
     epoch: int
     units: tuple[UnitStatus, ...]
+    rollouts: tuple[Rollout, ...] = ()
+    versions: dict[str, Version] = {}
 
 
-def admin_app(status: Callable[[], FleetStatus], stop: Callable[[bool], None]) -> Starlette:
-    """GET /status; POST /stop (`?quick=1` doesn't wait for requests in flight)."""
+def admin_app(
+    status: Callable[[], FleetStatus], stop: Callable[[bool], None], more: Sequence[Route] = ()
+) -> Starlette:
+    """GET /status; POST /stop (`?quick=1` doesn't wait for requests in flight); and `more` routes."""
 
     async def get_status(_: Request) -> Response:
         return _json(status())
@@ -42,7 +48,7 @@ def admin_app(status: Callable[[], FleetStatus], stop: Callable[[bool], None]) -
         return _json(status(), 202)
 
     return Starlette(
-        routes=[Route("/status", get_status), Route("/stop", post_stop, methods=["POST"])],
+        routes=[Route("/status", get_status), Route("/stop", post_stop, methods=["POST"]), *more],
     )
 
 

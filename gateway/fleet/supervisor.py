@@ -17,13 +17,19 @@ from gateway.fleet import logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
 from gateway.fleet.backends.base import Backend
 from gateway.fleet.commands import Commands, Slot, gateway_slots, slots_for, slots_of, slugs_of
+from gateway.fleet.driver.hands import Site
+from gateway.fleet.driver.records import Records
+from gateway.fleet.driver.rollouts import Rollouts
+from gateway.fleet.driver.routes import rollout_routes
 from gateway.fleet.errors import EXIT_FAILED, InvalidFleet
 from gateway.fleet.hosting import Predecessors, hosting_of
+from gateway.fleet.observer import Observer
 from gateway.fleet.probes import GatewayProbe
 from gateway.fleet.publisher import Publisher
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir, write_private
 from gateway.fleet.unit import Timing, UnitSpec, UnitStatus
 from gateway.fleet.units import Units
+from gateway.fleet.versions import Versions
 from gateway.fleet.workers import Workers
 
 
@@ -103,7 +109,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Runs the fleet; exit code 0 after a stop, 1 when nothing is left that could serve."""
-        self._publisher = Publisher(self.state.routes, self._slots)
+        self._publisher = Publisher(self.state.routes)
         on_signal = self._leave.set if self._outlived else self.request_stop
         with _signals(on_signal):
             async with self._hosting.backend() as (backend, before):
@@ -111,18 +117,25 @@ class Supervisor:
                 self._workers = Workers(
                     units, self._publisher, self._commands, self.state, self._hosting.memory
                 )
-                app = admin_app(self._status, self.request_stop)
+                self.rollouts = self._make_rollouts(self._workers)
+                app = admin_app(self._status, self.request_stop, rollout_routes(self.rollouts))
                 async with serve_admin(app, self.state.admin_socket):
                     try:
                         with self._publisher.together():
                             for name in self._gateways:
                                 units.add(self._gateway_spec(name))
-                            for slot in self._slots:
-                                self._workers.add(slot)
+                            slugs = slugs_of(self._fleet.models)
+                            for entry in self._fleet.models:
+                                self.rollouts.bring_up(entry, slugs[entry.name])
                         self._notifier.ready(self._summary())
                         return await self._supervise(units)
                     finally:
                         await self._end(units)
+
+    def _make_rollouts(self, workers: Workers) -> Rollouts:
+        boards = {slot: self.state.board(slot) for slot in self._gateways}
+        site = Site(workers, Observer(boards), Records(self.state.rollouts), self._timing)
+        return Rollouts(self._fleet, site, Versions(self.state.versions))
 
     @property
     def _outlived(self) -> bool:
@@ -151,10 +164,11 @@ class Supervisor:
     async def _supervise(self, units: Units) -> int:
         stop = asyncio.create_task(self._stop.wait())
         housekeeping = asyncio.create_task(self._keep_house())
+        rollouts = asyncio.create_task(self.rollouts.run())
         leave = asyncio.create_task(self._leave.wait())
         strangers = asyncio.create_task(self._end_strangers(units))
-        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping, strangers)
-        waited: set[asyncio.Future[Any]] = {stop, leave, housekeeping, units.ended}
+        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping, strangers, rollouts)
+        waited: set[asyncio.Future[Any]] = {stop, leave, housekeeping, rollouts, units.ended}
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for one in done:
@@ -197,6 +211,8 @@ class Supervisor:
             stopping=self._stop.is_set(),
             epoch=self._publisher.epoch,
             units=self.statuses,
+            rollouts=tuple(self.rollouts.all()),
+            versions=self.rollouts.changed_versions(),
         )
 
     async def _end_strangers(self, units: Units) -> None:

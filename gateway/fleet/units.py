@@ -50,6 +50,10 @@ class Units:
     def get(self, slot: str) -> Unit | None:
         return self._units.get(slot)
 
+    def outlived(self, slot: str) -> bool:
+        """Whether an earlier supervisor's process is in the slot, which `add` takes over."""
+        return slot in self._found
+
     def add(self, spec: UnitSpec, *, repaired: bool = True) -> Unit:
         """Starts the unit, or finds the one that is in the slot; one that has failed there starts again."""
         unit = self._units.get(spec.slot)

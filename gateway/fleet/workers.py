@@ -51,6 +51,10 @@ class Workers:
     def unit(self, slot: str) -> Unit | None:
         return self._units.get(slot)
 
+    def outlived(self, slot: str) -> bool:
+        """Whether an earlier supervisor's worker is in the slot, which `add` takes over."""
+        return self._units.outlived(slot)
+
     def uds(self, slot: str, generation: int) -> Path:
         """A socket per generation: a connection to an old process can never reach a new one."""
         return self._state.sockets / f"{slot}.{generation}.sock"

@@ -89,10 +89,10 @@ def test_config_show_is_itself_a_fleet_file(fleet: Path, tmp_path: Path) -> None
 
 
 def test_what_has_no_effect_is_said(fleet: Path) -> None:
-    fleet.write_text(FLEET.replace("source: o/n", "source: o/n, judge: {min_requests: 1}"))
+    fleet.write_text(FLEET.replace("{port: 0}", "{port: 0, audit: {prompts: true}}"))
     result = invoke("config", "check", str(fleet))
     assert result.exit_code == 0
-    assert result.stderr == "warning: judge of model 'a' has no effect yet\n"
+    assert result.stderr == "warning: gateway.audit.prompts has no effect without gateway.audit.file\n"
 
 
 def test_dry_run_prints_and_starts_nothing(fleet: Path) -> None:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Model:
     """`entry`: the fleet file's; `version` and `variant`: what runs; `last`: its latest rollout, `driver`: of
-    one that isn't over."""
+    one that isn't over; `standby_lives`: its standby has outlived an earlier supervisor."""
 
     entry: ModelEntry
     slug: str
@@ -51,6 +51,7 @@ class _Model:
     variant: Variant
     last: Rollout | None = None
     driver: Driver | None = None
+    standby_lives: bool = False
 
     def slots(self, version: Version, variant: Variant) -> list[Slot]:
         return slots_for(entry_of(self.entry, version), self.slug, variant)
@@ -108,10 +109,13 @@ class Rollouts:
             salt=rollout.id,
         )
         publisher.split(entry.name, split)
-        for slot in sides["primary"] if primary_runs(rollout) else ():
-            self._site.workers.add(slot)
-        for slot in sides["standby"] if standby_runs(rollout) else ():
-            self._site.workers.add(slot)
+        workers = self._site.workers
+        model.standby_lives = all(workers.outlived(slot.name) for slot in sides["standby"])
+        runs_of: dict[Side, bool] = {"primary": primary_runs(rollout), "standby": standby_runs(rollout)}
+        for side, runs in runs_of.items():
+            for slot in sides[side]:
+                if runs or workers.outlived(slot.name):
+                    workers.add(slot, repaired=runs)
 
     def _restored(self, entry: ModelEntry, slug: str) -> _Model:
         """A model as it is known on disk."""
@@ -180,7 +184,9 @@ class Rollouts:
         """Until it is cancelled; what is under way is then on disk, for the next supervisor."""
         for model in self._models.values():
             if model.last is not None and not model.last.terminal:
-                self._drive(model, model.last).resume(standby_lives=not standby_was_there(model.last))
+                self._drive(model, model.last).resume(
+                    standby_lives=model.standby_lives or not standby_was_there(model.last)
+                )
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if self._fleet.gateway.redis_url is not None:
