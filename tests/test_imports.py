@@ -72,9 +72,3 @@ def test_torch_stays_out_of_processes_that_do_not_compute(module: str):
         f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'triton', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_transformers_survives_finding_our_kernels_package():
-    """It imports a package named `kernels` when there is one."""
-    code = "import kernels, transformers.integrations; from transformers import LlamaForCausalLM"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

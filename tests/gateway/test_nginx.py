@@ -217,7 +217,7 @@ def test_what_can_not_be(options: Any, gateway: Any, words: str, tmp_path: Path)
 
 
 @given(st.text(max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 def test_a_value_stays_one_word(text: str) -> None:
     """What nginx's own reader makes of it is the text."""
     try:

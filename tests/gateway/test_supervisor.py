@@ -500,8 +500,11 @@ async def test_a_gateway_whose_event_loop_stands_still_is_replaced(
         assert fleet.unit("gateway1").generation == 1
 
 
-async def test_who_is_asked_to_end_and_does_has_not_crashed(tmp_path: Path) -> None:
+async def test_who_is_asked_to_end_and_does_has_not_crashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However often a person restarts a process by hand, it never counts as failed."""
+    monkeypatch.setattr("gateway.fleet.unit.ORDERLY_PAUSE", 0.1)
     async with running(fleet_file(tmp_path, "ok")) as fleet:
         for generation in range(1, 7):
             await fleet.until_state("gateway", "ready", generation)

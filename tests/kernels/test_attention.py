@@ -139,14 +139,21 @@ def test_page_offsets_are_64_bit(attention: Attention) -> None:
     assert_close(attention(case.q, pool, pool, case.batch, SCALE), expected)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 9])
-@pytest.mark.parametrize("window", [0, 33])
-@pytest.mark.parametrize("lengths", [[70, 3, 0], [70, 0, 3, 65, 1, 290, 64, 0, 560]], ids=["few", "many"])
+FEW, MANY = [70, 3, 0], [70, 0, 3, 65, 1, 290, 64, 0, 560]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "splits", "window"),
+    [
+        *[(FEW, 1, 0), (FEW, 2, 33), (FEW, 5, 0), (FEW, 9, 33)],
+        *[(MANY, 1, 33), (MANY, 2, 0), (MANY, 5, 33), (MANY, 9, 0)],
+    ],
+)
 def test_number_of_splits_does_not_matter(
     interpreted: SimpleNamespace, lengths: list[int], splits: int, window: int
 ) -> None:
-    """Joined by the second kernel (few) or by the last to arrive; also more splits than blocks: those find
-    nothing to do."""
+    """Joined by the second kernel (few) or by the last to arrive (many); also more splits than blocks: those
+    find nothing to do."""
     case = paged_case(lengths, [1] * len(lengths), q_heads=3, kv_heads=1, head_dim=64, page_size=16)
     expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, SCALE, window)
     for _ in range(2):  # the second time with the counters as the first left them
