@@ -6,7 +6,8 @@ A request for `{"model": "m", "fake": {"chunks": 20, "delay": 0.05}}` is answere
 says so. Behaviours, joined by "__": `wrong` answers golden prompts wrong, `moody` never twice the same, `nan`
 with numbers that aren't, `silent` with nothing, `errs` gives users 500, `slow` takes 60 ms more to the first
 token, `mortal-N` dies N seconds after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds
-to load, `crash` doesn't start, `impostor` is somebody else once it is ready.
+to load, `crash` doesn't start, `impostor` is somebody else once it is ready, `cold` flaps (ready and
+well only every second time that it is asked) and gives users 500 until it has answered a golden prompt.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Model:
         self.inflight = 0
         self.draining = False
         self.moods = itertools.count(1)
+        self.is_cold = "cold" in self.behaviour
+        self.asked: Counter[str] = Counter()
         self.ttft: Counter[int] = Counter()
         self.tpot: Counter[int] = Counter()
         self.aborted = asyncio.Event()
@@ -45,6 +48,9 @@ class Model:
         return float(found[0]) if found else None
 
     def get(self, path: str) -> Answer:
+        self.asked[path] += 1
+        if self.is_cold and path in ("/ready", "/health") and self.asked[path] % 2:
+            return 503, {"status": "loading", "phase": "weights"}
         if path == "/internal/whoami":
             generation = self.options.generation + ("impostor" in self.behaviour and self.ready)
             return 200, {"slot": self.options.slot, "generation": generation, "pid": os.getpid()}
@@ -77,6 +83,7 @@ class Model:
         if path == "/generate":
             ids = [] if "silent" in self.behaviour else [mood, 2, 3]
             return 200, {"text": "x", "token_ids": ids, "logprobs": [{"token_id": 1, "logprob": number}]}
+        self.is_cold = False
         text = "Five." if "wrong" in self.behaviour else "It is 4."
         return 200, {"choices": [{"message": {"content": text}}], "served_by": self.options.slot}
 
@@ -119,7 +126,7 @@ async def answer(model: Model, path: str, body: dict[str, Any], writer: asyncio.
     """Counts its times, as workers do."""
     fake = body.get("fake", {})
     is_probe = path == "/generate_stream"
-    if "errs" in model.behaviour and (fake or is_probe):
+    if ("errs" in model.behaviour and (fake or is_probe)) or (model.is_cold and fake):
         send(
             writer, 500, {"error": {"message": "it errs", "type": "t", "param": None, "code": "engine_error"}}
         )
