@@ -26,7 +26,8 @@ from gateway.proxy import Proxy, ProxySettings
 from gateway.reload import Reload
 from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
-from gateway.routing import Router, RouterSettings, Table
+from gateway.routing import Router, RouterSettings
+from gateway.targets import Table
 from gateway.tracing import Tracer
 from gateway.upstream import Upstream
 from gateway.usage.recorder import RecordSettings, open_recorder

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.connection import Connection, UpstreamError
 from gateway.health import HealthSettings
-from gateway.routing import NO_LIMIT, Backend
+from gateway.targets import NO_LIMIT, Backend
 from gateway.upstream import Upstream
 
 LATE_IN_A_ROW = 3  # answers that didn't come in time

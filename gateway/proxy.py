@@ -32,7 +32,8 @@ from gateway.inbound import ClientGone, Head, Inbound, parse_body, patience, rea
 from gateway.limits import Granted
 from gateway.metrics import Metrics
 from gateway.queue import CLASSES
-from gateway.routing import Backend, Router
+from gateway.routing import Router
+from gateway.targets import Backend
 from gateway.tracing import Trace, Tracer
 from gateway.upstream import Upstream
 from gateway.usage.record import MAX_BODY, Record

@@ -28,7 +28,7 @@ from gateway.identity.secret import new_key
 from gateway.identity.store import KEYS_FILE, KeyStore
 from gateway.routes import native
 from gateway.routes import openai as openai_routes
-from gateway.routing import shares_of, sticky
+from gateway.targets import shares_of, sticky
 from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, target, until
 
 KEYS = {"auth": {"mode": "keys"}}

@@ -16,7 +16,8 @@ from contracts.errors import ApiError
 from gateway.fleet.observer import Observer
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.queue import Priority, Queue
-from gateway.routing import Backend, Router, RouterSettings
+from gateway.routing import Router, RouterSettings
+from gateway.targets import Backend
 from tests.gateway.rig import Rig, error_of, target, until
 from tests.gateway.test_processes import Client, gateways
 

@@ -27,7 +27,8 @@ from gateway.fleet.judge import Window
 from gateway.fleet.observer import Observer
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.metrics import Metrics
-from gateway.routing import Router, Table
+from gateway.routing import Router
+from gateway.targets import Table
 from tests.gateway.rig import Rig, one_worker, target, until
 
 SLOTS = ("gateway0", "gateway1", "gateway2")

@@ -14,7 +14,8 @@ from contracts.errors import ApiError
 from gateway import routing
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.health import Health
-from gateway.routing import Backend, Router, RouterSettings, shares_of, sticky
+from gateway.routing import Router, RouterSettings
+from gateway.targets import Backend, shares_of, sticky
 
 
 def ready(slot: str, weight_bp: int = 10_000, **fields: Any) -> Target:
