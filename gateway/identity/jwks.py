@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from joserfc.errors import JoseError
 from joserfc.jwk import ECKey, JWKRegistry, OctKey, OKPKey, RSAKey
 
 from gateway.identity.urls import is_secure
@@ -105,7 +104,8 @@ class SigningKeys:
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._fetching = None
         if not task.cancelled() and task.exception() is not None:
-            log.error("signing keys: %r", task.exception())
+            self._complaint = repr(task.exception())  # so that it is tried again soon
+            log.error("signing keys: %s", self._complaint)
 
     async def _fetch(self) -> None:
         try:
@@ -150,7 +150,7 @@ class SigningKeys:
                     raise IssuerUnusable(f"{url} answers with more than {MAX_DOCUMENT} bytes")
         try:
             return msgspec.json.decode(body, type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise IssuerUnusable(f"{url} answers with something else than a JSON object") from None
 
 
@@ -162,7 +162,7 @@ def _usable_keys(document: dict[str, Any]) -> Iterator[PublicKey]:
     for entry in listed:
         try:
             key = _imported(entry)
-        except (JoseError, ValueError, TypeError) as error:
+        except Exception as error:  # the library has many ways to say that it knows no such key
             log.warning("a signing key is left out: %s", type(error).__name__)
             continue
         if key is not None:

@@ -127,8 +127,9 @@ class TokenVerifier:
         user = _claim(claims, settings.user_claim)
         if not isinstance(user, str) or not 1 <= len(user) <= MAX_USER or not user.isprintable():
             raise errors.token_claim_missing(settings.user_claim)
-        if settings.user_claim == "email" and claims.get("email_verified") is False:
-            raise errors.token_claim_wrong("email_verified")  # anybody can write anybody's address there
+        # Anybody can write anybody's address there. Some issuers write the mark as a text.
+        if settings.user_claim == "email" and claims.get("email_verified") not in (None, True, "true"):
+            raise errors.token_claim_wrong("email_verified")
         models: frozenset[str] | None = None
         if settings.models_claim is not None:
             models = _names(_claim(claims, settings.models_claim))

@@ -131,9 +131,11 @@ async def test_claims_of_the_users_choice(issuer: Issuer, tmp_path: Path) -> Non
             assert (await who(realm_access=nonsense)).models == frozenset()
         assert (await who(**{"https://x.y/class": "high"})).priority == "high"
         assert (await who(**{"https://x.y/class": "urgent"})).priority == "normal"
-        assert (await who(email_verified=True)).user == "a@b.c"
-        error = await refusal(auth, issuer.token(email="a@b.c", email_verified=False))
-        assert "e-mail address is not verified" in error.message
+        for verified in (True, "true"):
+            assert (await who(email_verified=verified)).user == "a@b.c"
+        for unverified in (False, "false", "no", 0, ""):
+            error = await refusal(auth, issuer.token(email="a@b.c", email_verified=unverified))
+            assert "e-mail address is not verified" in error.message
 
 
 async def test_keys_beside_tokens(issuer: Issuer, tmp_path: Path) -> None:
@@ -427,6 +429,7 @@ UNUSABLE = {
         200,
         b'{"keys": [1, null, {"kty": "RSA"}, {"kty": "EC", "crv": 5}, {"kty": ["RSA"]}]}',
     ),
+    "deep nesting": (KEYS, 200, b'{"keys": ' + b"[" * 200_000),
     "too much": (KEYS, 200, b'{"keys": [' + b" " * 600_000 + b"]}"),
     "too many": (KEYS, 200, b'{"keys": [' + b",".join([b"{}"] * 65) + b"]}"),
 }
@@ -444,7 +447,10 @@ async def test_an_issuer_that_says_nonsense(issuer: Issuer, tmp_path: Path, name
 
 async def test_weak_private_and_other_keys_are_left_out(issuer: Issuer, tmp_path: Path) -> None:
     good, weak, private = issuer.keys[0], rsa("weak", 1024), rsa("private")
+    curve = {**ec("ec-2").as_dict(private=False), "crv": "brainpoolP256r1"}  # in use, and not known here
     listed = [
+        curve,
+        {**curve, "crv": "no such", "kid": "ec-3"},
         {**rsa("enc").as_dict(private=False), "use": "enc"},
         weak.as_dict(private=False),
         private.as_dict(private=True),
