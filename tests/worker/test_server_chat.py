@@ -217,6 +217,30 @@ async def test_logprobs_stop_where_the_text_stops() -> None:
     assert "".join(tokens) == choice["message"]["content"] == "keep "
 
 
+NULLS = [
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "max_tokens"),
+    *("max_completion_tokens", "min_tokens", "ignore_eos", "logprobs", "top_logprobs", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stream", "stream_options", "user"),
+    *("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format"),
+    *("metadata", "store", "service_tier", "reasoning_effort", "cache_salt", "priority"),
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict.fromkeys(NULLS),
+        {"logprobs": False, "top_logprobs": 0},
+        {"stop": [], "logit_bias": {}, "tools": [], "tool_choice": "auto"},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "service_tier": "auto"},
+    ],
+    ids=["nulls", "no logprobs", "nothing in them", "what is so anyhow"],
+)
+async def test_what_clients_send_without_meaning_anything_is_accepted(fields: dict[str, Any]) -> None:
+    (choice,) = (await chat(make_state(), **fields))["choices"]
+    assert (choice["message"]["content"], choice["logprobs"]) == ("Hello, world!", None)
+
+
 async def test_impossible_tokens_have_finite_logprobs() -> None:
     body = await chat(make_state(FakeEngine(logprob=float("-inf"))), logprobs=True, top_logprobs=1)
     content = body["choices"][0]["logprobs"]["content"]

@@ -117,7 +117,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 
 
 def _params(request: ChatRequest) -> SamplingParams:
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
