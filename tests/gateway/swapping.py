@@ -118,6 +118,7 @@ class Swapping:
 
 @contextlib.asynccontextmanager
 async def swapping(path: Path) -> AsyncIterator[Swapping]:
+    """A fleet whose model is ready."""
     fleet = Swapping(load_fleet(path))
     with fleet.supervisor.open():
         task = asyncio.create_task(fleet.supervisor.run())

@@ -200,11 +200,14 @@ class Hands:
     async def _judge(self, rollout: Rollout, change: int) -> None:
         limits = self._entry.judge or Judge()
         canary, primary = Sample(), Sample()
+        verdict: Verdict | None = None
         async with peers(self._peers("standby")) as new, peers(self._peers("primary")) as old:
             start = await self._meter.read([*new, *old])
 
             def probes_wanted() -> bool:
-                return canary.needs_probes(limits) or (bool(old) and primary.needs_probes(limits))
+                """Until the judge has made up his mind; users, where there are enough, tell by themselves."""
+                undecided = verdict is None or verdict.outcome == "hold"
+                return undecided and not canary.by_users(limits)
 
             probing = asyncio.create_task(self._probe([*new, *old], rollout, probes_wanted))
             try:

@@ -27,6 +27,7 @@ from gateway.fleet.judge import Limits, Reference, Verdict, Window, enough, judg
 PROBE_LENGTHS = (16, 24, 32)  # tokens
 PROBE_TOKENS = 4
 PROBE_PAUSE = 0.02  # seconds between one pair of probes and the next
+MANY_PROBES = 1000  # after so many they come once a second
 
 log = logging.getLogger(__name__)
 
@@ -134,15 +135,17 @@ class Prober:
         """As long as they are wanted; looks again a while later when they aren't."""
         while True:
             if wanted():
-                await self.once(peers)
-                await asyncio.sleep(PROBE_PAUSE)
+                turn = await self.once(peers)
+                await asyncio.sleep(PROBE_PAUSE if turn < MANY_PROBES else 1.0)
             else:
                 await asyncio.sleep(0.5)
 
-    async def once(self, peers: Sequence[Peer]) -> None:
+    async def once(self, peers: Sequence[Peer]) -> int:
+        """Returns how many rounds there were before."""
         turn = next(self._turn)
         prompt = tokens(PROBE_LENGTHS[turn % len(PROBE_LENGTHS)])
         await asyncio.gather(*(self._probe(peer, prompt, f"probe-{self._salt}-{turn}") for peer in peers))
+        return turn
 
     async def _probe(self, peer: Peer, prompt: list[int], salt: str) -> None:
         try:
