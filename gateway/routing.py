@@ -147,19 +147,12 @@ class Router:
         """
         if time.monotonic() - self._checked_at > STALE_AFTER:
             self.refresh()
-        entry = self.table.entries.get(model)
-        if entry is None or not entry.live:
-            self.refresh()  # it may have come up since the last look, as another process knows already
-            entry = self.table.entries.get(model)
-        if entry is None:
-            raise self._unavailable(model, entry)
-        if entry.held:
-            return None
-        live, level = entry.live, LEVELS[priority]
+        entry, level = self.table.entries.get(model), LEVELS[priority]
+        live = entry.live if entry is not None else ()
         if len(live) == 1 and not tried and live[0].health.clear:
             backend = live[0] if live[0].has_room(level) else None
         else:
-            backend = self._pick(entry, user, tried, body, level)
+            backend = self._search(model, user, tried, body, level)
         if backend is not None:
             backend.inflight += 1
             backend.by_class[level] += 1
@@ -198,12 +191,29 @@ class Router:
             return entry is None or not entry.held
         return any(backend.has_room(level) for backend in entry.live)
 
-    def _pick(
-        self, entry: Entry, user: str, tried: Collection[str], body: bytes, level: int
+    def _search(
+        self, model: str, user: str, tried: Collection[str], body: bytes, level: int
     ) -> Backend | None:
+        """`_pick`, once more when there is no worker but there are newer routes: another process may know
+        already who has come in its place."""
+        table = self.table
+        try:
+            return self._pick(model, user, tried, body, level)
+        except ApiError:
+            self.refresh()
+            if self.table is table:
+                raise
+            return self._pick(model, user, tried, body, level)
+
+    def _pick(self, model: str, user: str, tried: Collection[str], body: bytes, level: int) -> Backend | None:
+        entry = self.table.entries.get(model)
+        if entry is None or not (entry.live or entry.held):
+            raise self._unavailable(model, entry)
+        if entry.held:
+            return None
         usable: Sequence[Backend] = entry.live
         shares = entry.shares
-        if tried or not usable or not _all_clear(usable):
+        if tried or not _all_clear(usable):
             usable = self._usable(entry, tried)
             if not usable:
                 return None

@@ -416,6 +416,25 @@ def test_max_fails_0_counts_nothing(path: Path) -> None:
     assert set(slots(router, 10)) == {"r0", "r1"}
 
 
+def test_who_finds_nobody_looks_at_the_routes_again(path: Path) -> None:
+    """Its successor may be there already: a restarted worker, or one in another place."""
+    write(path, ready("a"))
+    router = Router(path, {}, settings=RouterSettings(probed=True))
+    router.table.backends["m", "a.1"].health.probed(identified=False, up=False, why="it is gone")
+    with pytest.raises(ApiError):
+        router.claim("m", "u")
+    write(path, ready("b"), epoch=2)
+    assert router.claim("m", "u") is None  # nobody has asked the new one yet
+    router.table.backends["m", "b.1"].health.probed(identified=True, up=True)
+    assert claim(router).target.slot == "b"
+    with pytest.raises(ApiError):
+        router.claim("m", "u", {"b.1"})
+    write(path, ready("b"), ready("c"), epoch=3)
+    assert router.claim("m", "u", {"b.1"}) is None
+    write(path, epoch=4, hold=True)
+    assert router.claim("m", "u", {"b.1", "c.1"}) is None
+
+
 def test_who_is_not_identified_gets_nothing_not_even_as_the_last(path: Path) -> None:
     replicas(path, 2)
     router = probed(path, probed=True)
