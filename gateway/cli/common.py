@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import click
 import httpx
@@ -14,13 +14,17 @@ import msgspec
 
 from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.admin import FleetStatus
+from gateway.fleet.driver.routes import Failure
 from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID
 from gateway.fleet.statedir import StateDir
 
 EXIT_STILL_RUNNING = 3
 DEFAULT_STATE_DIR = ".pagefleet"
+ANSWER_WITHIN = 180.0  # seconds; some questions take a look at the sizes of models
+_NONE_UP = "no fleet is up in {root}; `pagefleet up FILE` starts one, --state-dir names another"
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
@@ -98,9 +102,30 @@ def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | Non
             fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
 
 
+def call_supervisor(state: StateDir, method: str, path: str, kind: type[T], content: bytes = b"") -> T:
+    """What the supervisor answers; the command ends with its words and code when it refuses, or isn't up."""
+    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
+    with httpx.Client(transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN) as client:
+        try:
+            response = client.request(method, path, content=content)
+        except (httpx.HTTPError, OSError):
+            fail(_NONE_UP.format(root=state.root))
+    try:
+        if response.status_code >= 400:
+            error = msgspec.json.decode(response.content, type=_Refusal).error
+            fail(error.message, error.exit_code)
+        return msgspec.json.decode(response.content, type=kind)
+    except msgspec.MsgspecError:
+        fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
+
+
+class _Refusal(msgspec.Struct):
+    error: Failure
+
+
 def require_fleet(state: StateDir) -> FleetStatus:
     """The fleet's status; ends the command when none is up."""
     status = ask_supervisor(state, "GET", "/status")
     if status is None:
-        fail(f"no fleet is up in {state.root}; `pagefleet up FILE` starts one, --state-dir names another")
+        fail(_NONE_UP.format(root=state.root))
     return status

@@ -1,21 +1,33 @@
-"""`pagefleet config`: what a fleet file says, and what is wrong with it."""
+"""`pagefleet config`: what a fleet file says, what is wrong with it, what it would change, and the change."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import click
 import yaml
 
-from gateway.cli.common import count_of, print_json, read_fleet
-from gateway.config import ConfigError, load_fleet
+from gateway.cli.common import count_of, print_json, read_fleet, require_fleet
+from gateway.cli.reconfigure import apply_fleet, ask_plan, show_plan, wanted_fleet
+from gateway.cli.swap import DurationParam, StepsParam
+from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.errors import EXIT_INVALID
+from gateway.fleet.rollout import Options
+from gateway.fleet.statedir import StateDir
+
+_state_dir = click.option(
+    "--state-dir",
+    metavar="DIR",
+    help="State directory of the running fleet; default: the file's supervisor.state_dir.",
+)
 
 
 @click.group()
 def config() -> None:
-    """Check or show a fleet file."""
+    """Check or show a fleet file, or bring the running fleet to it."""
 
 
 @config.command()
@@ -48,6 +60,54 @@ def show(file: str, as_json: bool) -> None:
         print_json(data)
     else:
         click.echo(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), nl=False)
+
+
+@config.command()
+@click.argument("file")
+@_state_dir
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def diff(file: str, state_dir: str | None, as_json: bool) -> None:
+    """Say what a fleet file would change about the running fleet, and how; nothing is changed."""
+    state, fleet = _for_running(file, state_dir)
+    plan = ask_plan(state, fleet)
+    print_json(plan) if as_json else show_plan(plan)
+
+
+@config.command()
+@click.argument("file")
+@_state_dir
+@click.option("--dry-run", is_flag=True, help="As `pagefleet config diff`.")
+@click.option(
+    "--steps", type=StepsParam(), default=Options().steps, help="Of a rollout.  [default: 5%,25%,100%]"
+)
+@click.option("--hold", type=DurationParam(), default=Options().hold, help="Of a rollout.  [default: 2m]")
+@click.option("--strategy", type=click.Choice(["canary", "recreate"]), default="canary", help="Of a rollout.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def apply(file: str, state_dir: str | None, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Bring the running fleet to a fleet file. What is unchanged isn't touched, and no request is lost.
+
+    A model with another source or other worker options is swapped, as by `pagefleet swap start`.
+    Waits for the end; Ctrl-C leaves it (exit code 130), and it goes on. Exit codes: 0 done, 2 the file is
+    wrong, or something in it can't change while the fleet runs, 4 a rollout was rolled back, 5 it doesn't fit
+    into memory, 6 a rollout or another change is under way, 7 some of it failed, and the rest is done.
+    """
+    state, fleet = _for_running(file, state_dir)
+    plan = ask_plan(state, fleet)
+    if dry_run:
+        print_json(plan) if as_json else show_plan(plan)
+        return
+    if not as_json:
+        show_plan(plan)
+    sys.exit(apply_fleet(state, fleet, plan, as_json, Options(**options)))
+
+
+def _for_running(file: str, state_dir: str | None) -> tuple[StateDir, FleetFile]:
+    """The fleet that is meant, which must be up, and the file for it."""
+    fleet = read_fleet(file, "; nothing was changed")
+    for warning in fleet.warnings():
+        click.echo(f"warning: {warning}", err=True)
+    state = StateDir(Path(state_dir).expanduser() if state_dir else fleet.supervisor.state_dir)
+    return state, wanted_fleet(fleet, require_fleet(state))
 
 
 def _problems(file: str) -> list[dict[str, object]]:

@@ -18,10 +18,8 @@ from rich.text import Text
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
 from gateway.cli.display import make_console
 from gateway.cli.page import line, page, rollout_line
-from gateway.cli.swap_client import SwapRefused, Swaps
 from gateway.cli.swap_display import page as rollout_page
 from gateway.fleet.admin import FleetStatus
-from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.figures import Look, Observatory, Row, rows
 from gateway.fleet.rollout import Rollout
 from gateway.fleet.statedir import StateDir
@@ -38,12 +36,11 @@ class View:
     look: Look
     rows: list[Row]
     window: float | None
-    rollouts: list[RolloutStatus]
 
     @property
-    def current_rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> list[Rollout]:
         """Those under way, and those that were until just now."""
-        found = [told.rollout for told in self.rollouts]
+        found = self.status.rollouts
         return [one for one in found if one.ended is None or time.time() - one.ended < _LINGERS]
 
 
@@ -88,7 +85,7 @@ def watch_live(state: StateDir, current: FleetStatus, interval: float, *, screen
 
 def _render(view: View, width: int) -> RenderableType:
     rollouts: list[RenderableType] = []
-    for rollout in view.current_rollouts:
+    for rollout in view.rollouts:
         rollouts += [Text(), rollout_page(rollout)]
     return page(
         view.status, view.rows, view.look, width=width, window=view.window, rollouts=[*rollouts, Text()]
@@ -100,7 +97,7 @@ async def _print_lines(state: StateDir, current: FleetStatus, interval: float) -
         if view.window is not None:
             for row in view.rows:
                 click.echo(line(row))
-            for rollout in view.current_rollouts:
+            for rollout in view.rollouts:
                 click.echo(rollout_line(rollout))
     click.echo("the fleet is down")
 
@@ -128,7 +125,7 @@ def document(view: View) -> dict[str, object]:
 
 async def views(state: StateDir, current: FleetStatus | None, interval: float) -> AsyncIterator[View]:
     """A look every `interval` seconds while the fleet is up."""
-    observatory, swaps = Observatory(state), Swaps(state)
+    observatory = Observatory(state)
     looks: deque[Look] = deque()
     try:
         while current is not None:
@@ -137,16 +134,8 @@ async def views(state: StateDir, current: FleetStatus | None, interval: float) -
                 looks.popleft()
             before = looks[0] if len(looks) > 1 else None
             window = None if before is None else looks[-1].at - before.at
-            rollouts = await asyncio.to_thread(_rollouts, swaps)
-            yield View(current, looks[-1], rows(current, looks[-1], before), window, rollouts)
+            yield View(current, looks[-1], rows(current, looks[-1], before), window)
             await asyncio.sleep(interval)
             current = await asyncio.to_thread(ask_supervisor, state, "GET", "/status")
     finally:
         await observatory.aclose()
-
-
-def _rollouts(swaps: Swaps) -> list[RolloutStatus]:
-    try:
-        return swaps.all()
-    except SwapRefused:
-        return []

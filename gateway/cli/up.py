@@ -16,6 +16,7 @@ import click
 from contracts.notify import Notifier
 from gateway.cli.common import ask_supervisor, fail, print_json, read_fleet
 from gateway.cli.display import SETTLED, Display
+from gateway.cli.reconfigure import change_instead
 from gateway.config import FleetFile
 from gateway.fleet.commands import PYTHON, Commands, slots_of
 from gateway.fleet.errors import EXIT_DEGRADED, EXIT_INVALID, FleetError
@@ -37,13 +38,17 @@ def up(file: str, detach: bool, dry_run: bool, as_json: bool, detached: bool) ->
     """Start a fleet: supervisor, gateway and one worker per model replica.
 
     Stays in the foreground; Ctrl-C or SIGTERM stops it after requests in flight have ended,
-    a second one at once.
+    a second one at once. Where the fleet is up already, what the file says anew is applied to
+    it, as by `pagefleet config apply`, unless that takes a model away.
     """
     fleet = read_fleet(file, "; nothing was started")
     for warning in fleet.warnings():
         click.echo(f"warning: {warning}", err=True)
+    state = StateDir(fleet.supervisor.state_dir)
     if dry_run:
         _print_commands(fleet, as_json)
+    elif not detached and (running := ask_supervisor(state, "GET", "/status")) is not None:
+        sys.exit(change_instead(state, running, fleet, file, as_json))
     elif detach:
         _run_detached(fleet, file, as_json)
     else:

@@ -115,6 +115,7 @@ class Commands:
     outlive it."""
 
     def __init__(self, parent: int | None, fleet: FleetFile) -> None:
+        self._parent_pid = parent
         self._parent = [] if parent is None else ["--parent-pid", str(parent)]
         self._threads = _shared_threads(fleet)
         self._common = [
@@ -127,6 +128,10 @@ class Commands:
         if tracing.endpoint is not None:
             self._common += ["--otlp-traces-endpoint", tracing.endpoint]
             self._common += ["--trace-sample-ratio", str(tracing.sample_ratio)]
+
+    def of(self, fleet: FleetFile) -> Commands:
+        """The same for another fleet file."""
+        return type(self)(self._parent_pid, fleet)
 
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         entry = slot.entry

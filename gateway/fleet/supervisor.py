@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from contracts.notify import Notifier
 from gateway.config import FleetFile
 from gateway.fleet import logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
+from gateway.fleet.applying import Applier
+from gateway.fleet.applying_routes import applying_routes
 from gateway.fleet.backends.base import Backend
+from gateway.fleet.changes import Site as ApplyingSite
 from gateway.fleet.commands import Commands, Slot, gateway_slots, slots_for, slots_of, slugs_of
 from gateway.fleet.driver.hands import Site
 from gateway.fleet.driver.records import Records
@@ -31,6 +35,7 @@ from gateway.fleet.unit import Timing, UnitSpec, UnitStatus
 from gateway.fleet.units import Units
 from gateway.fleet.versions import Versions
 from gateway.fleet.workers import Workers
+from gateway.reload import digest
 
 
 class Supervisor:
@@ -87,10 +92,11 @@ class Supervisor:
         slugs = slugs_of(self._fleet.models)
         return [slot for entry in self._fleet.models for slot in slots_for(entry, slugs[entry.name], "b")]
 
-    def _write_snapshot(self) -> None:
+    def _write_snapshot(self) -> int:
         """Restarted gateways must get the fleet file as it was checked, whatever happens to it meanwhile."""
-        snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1)
-        write_private(self.state.config, snapshot.encode())
+        snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1).encode()
+        write_private(self.state.config, snapshot)
+        return digest(snapshot)
 
     @property
     def url(self) -> str:
@@ -117,25 +123,57 @@ class Supervisor:
                 self._workers = Workers(
                     units, self._publisher, self._commands, self.state, self._hosting.memory
                 )
-                self.rollouts = self._make_rollouts(self._workers)
-                app = admin_app(self._status, self.request_stop, rollout_routes(self.rollouts))
+                boards = {slot: self.state.board(slot) for slot in self._gateways}
+                observer = Observer(boards)
+                self.rollouts = self._make_rollouts(self._workers, observer)
+                slugs = slugs_of(self._fleet.models)
+                self._applier = self._make_applier(units, observer, slugs)
+                more = [*rollout_routes(self.rollouts), *applying_routes(self._applier)]
+                app = admin_app(self._status, self.request_stop, more)
                 async with serve_admin(app, self.state.admin_socket):
                     try:
                         with self._publisher.together():
                             for name in self._gateways:
                                 units.add(self._gateway_spec(name))
-                            slugs = slugs_of(self._fleet.models)
                             for entry in self._fleet.models:
                                 self.rollouts.bring_up(entry, slugs[entry.name])
                         self._notifier.ready(self._summary())
                         return await self._supervise(units)
                     finally:
+                        await self._applier.aclose()
                         await self._end(units)
 
-    def _make_rollouts(self, workers: Workers) -> Rollouts:
-        boards = {slot: self.state.board(slot) for slot in self._gateways}
-        site = Site(workers, Observer(boards), Records(self.state.rollouts), self._timing)
+    def _make_rollouts(self, workers: Workers, observer: Observer) -> Rollouts:
+        site = Site(workers, observer, Records(self.state.rollouts), self._timing)
         return Rollouts(self._fleet, site, Versions(self.state.versions))
+
+    def _make_applier(self, units: Units, observer: Observer, slugs: Mapping[str, str]) -> Applier:
+        site = ApplyingSite(
+            units,
+            self._workers,
+            observer,
+            self.state,
+            lambda: self._timing,
+            self._gateways,
+            self.rollouts,
+            self._adopt,
+        )
+        supervisor = self._fleet.supervisor.model_copy(update={"state_dir": self.state.root})
+        return Applier(site, self._fleet.model_copy(update={"supervisor": supervisor}), slugs)
+
+    def _adopt(self, fleet: FleetFile) -> int:
+        """From now on this is the fleet file. Returns the digest of what gateways read of it."""
+        old, new, timing = self._fleet.supervisor, fleet.supervisor, self._timing
+        if old.start_timeout != new.start_timeout:
+            timing = dataclasses.replace(timing, start_stall=new.start_timeout)
+        if old.drain_timeout != new.drain_timeout:  # processes that run have the old one: the longer holds
+            timing = dataclasses.replace(timing, drain=max(timing.drain, new.drain_timeout))
+        self._timing = timing
+        if self._units is not None:
+            self._units.set_timing(timing)
+        self._fleet = fleet
+        self._commands = self._workers.commands = self._commands.of(fleet)
+        return self._write_snapshot()
 
     @property
     def _outlived(self) -> bool:

@@ -34,6 +34,9 @@ class FakeCommands:
     def __init__(self, gateway: str = "ok") -> None:
         self._gateway = gateway
 
+    def of(self, fleet: object) -> FakeCommands:
+        return self
+
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         place = ["--uds", str(uds), "--slot", slot.name, "--generation", str(generation)]
         return [sys.executable, "-I", "-S", SCRIPT, "worker", slot.entry.name, *place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 
 from gateway.config import FleetFile
 from gateway.fleet.reconcile import EFFECTS, Plan, reconcile
+from tests.conftest import ROOT
 
 BASE: dict[str, Any] = {
     "gateway": {"port": 0},
@@ -63,6 +65,25 @@ def classified(block: type[BaseModel], path: str = "") -> Iterator[str]:
 def test_every_key_of_the_fleet_file_has_an_effect() -> None:
     assert list(unclassified(FleetFile)) == []
     assert set(classified(FleetFile)) == set(EFFECTS)
+
+
+def test_the_page_on_configuration_says_the_same() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    table = page.partition("| how a change is taken over |")[2].partition("\n\n")[0]
+    places = {
+        "while everything runs": "live",
+        "workers are added": "replicas",
+        "by a rollout": "swap",
+        "gateway processes are replaced": "gateways",
+        "by processes that start": "next_start",
+        "`pagefleet down`": "restart",
+    }
+    documented = {}
+    for row in table.splitlines()[2:]:
+        how, keys = row.strip("| ").split(" | ")
+        (effect,) = [effect for words, effect in places.items() if how.startswith(words)]
+        documented |= dict.fromkeys(re.findall(r"`([^`]+)`", keys), effect)
+    assert documented == {key: effect for key, effect in EFFECTS.items() if effect is not None}
 
 
 def test_the_same_file_changes_nothing() -> None:
