@@ -88,7 +88,7 @@ async def disturb(running: Gateways, rng: random.Random, kills: list[float]) -> 
                 child.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("disturbed", "count"), [(False, 4), (True, 7)], ids=["calm", "disturbed"])
+@pytest.mark.parametrize(("disturbed", "count"), [(False, 2), (True, 5)], ids=["calm", "disturbed"])
 async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -> None:
     rng = random.Random(7)
     kills: list[float] = []
@@ -109,7 +109,7 @@ async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -
         await loading
         load.check(kills)
         load.check_once(rig.workers)
-        assert len(load.whole) > 200
+        assert len(load.whole) > 100
         assert bool(kills) == disturbed
         if not disturbed:
             ids = [f"v{number}.{number}" for number in range(1, count + 2)]
