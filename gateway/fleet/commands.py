@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -108,6 +108,26 @@ def _shared_threads(fleet: FleetFile) -> int | None:
     """
     workers = sum(_takes_any_core(slot.entry) for slot in slots_of(fleet))
     return max(1, len(os.sched_getaffinity(0)) // workers) if workers > 1 else None
+
+
+# What a process may have been started with otherwise and yet be the one that is wanted: names it can be told,
+# the rest holds from its next start on (as gateway/fleet/reconcile.py says).
+_OF_NO_CONSEQUENCE = ("--served-model-name", "--shutdown-timeout", "--stall-limit", "--start-timeout")
+
+
+def is_as_good(running: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether a process that runs by one command line may stay where another is wanted."""
+    return _essence(running) == _essence(wanted)
+
+
+def _essence(argv: Sequence[str]) -> list[str]:
+    essence, is_left_out = [], False
+    for word in argv:
+        if word.startswith("--"):
+            is_left_out = word in _OF_NO_CONSEQUENCE
+        if not is_left_out:
+            essence.append(word)
+    return essence
 
 
 class Commands:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +11,8 @@ import httpx
 import msgspec
 
 from gateway.board import Peer
+
+log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT = 10.0  # seconds; a busy server answers late, a stuck one not at all
 
@@ -45,6 +49,9 @@ class Probe(Protocol):
     async def health(self) -> Health | None:
         """None unless the process is alive and making progress."""
 
+    async def take_over(self) -> None:
+        """Tells a process that an earlier supervisor has started what may have changed since."""
+
     async def close(self) -> None: ...
 
 
@@ -64,13 +71,15 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class WorkerProbe:
-    """Asks a worker on its Unix socket, after making sure that it is the one that was started."""
+    """Asks a worker on its Unix socket, after making sure that it is the one that was started. `names`: those
+    that requests may use."""
 
-    def __init__(self, uds: Path, slot: str, generation: int) -> None:
+    def __init__(self, uds: Path, slot: str, generation: int, names: Sequence[str]) -> None:
         transport = httpx.AsyncHTTPTransport(uds=str(uds), verify=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=PROBE_TIMEOUT)
         self._expected = _Identity(slot, generation)
         self._identified = False
+        self._names = names
 
     async def progress(self) -> Progress | None:
         try:
@@ -88,6 +97,13 @@ class WorkerProbe:
 
     async def health(self) -> Health | None:
         return await _health(self._client)
+
+    async def take_over(self) -> None:
+        try:
+            answer = await self._client.post("/admin/names", json={"names": self._names})
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            log.warning("%s.%d keeps its names: %s", self._expected.slot, self._expected.generation, error)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -124,6 +140,9 @@ class GatewayProbe:
         if reading is None or reading.generation != self._generation or not reading.alive:
             return None
         return Health(draining=reading.leaving)
+
+    async def take_over(self) -> None:
+        """It follows the fleet file."""
 
     async def close(self) -> None:
         pass

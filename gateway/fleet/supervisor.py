@@ -10,10 +10,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from contracts.notify import Notifier
-from gateway.config import FleetFile
+from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet import logs
 from gateway.fleet.admin import FleetStatus, admin_app, serve_admin
 from gateway.fleet.applying import Applier
@@ -30,6 +31,7 @@ from gateway.fleet.hosting import Predecessors, hosting_of
 from gateway.fleet.observer import Observer
 from gateway.fleet.probes import GatewayProbe
 from gateway.fleet.publisher import Publisher
+from gateway.fleet.reconcile import reconcile
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir, write_private
 from gateway.fleet.unit import Timing, UnitSpec, UnitStatus
 from gateway.fleet.units import Units
@@ -69,6 +71,7 @@ class Supervisor:
         self._leave = asyncio.Event()
         self._quick = False
         self._units: Units | None = None
+        self._gateways_differ = False
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Supervisor]:
@@ -77,6 +80,7 @@ class Supervisor:
         try:
             slots = [slot.name for slot in [*self._slots, *self._other_slots()]]
             with self._hosting.open(slots, self._gateways):
+                self._gateways_differ = _differ(self.state.config, self._fleet)
                 self._write_snapshot()
                 yield self
         finally:
@@ -204,8 +208,8 @@ class Supervisor:
         housekeeping = asyncio.create_task(self._keep_house())
         rollouts = asyncio.create_task(self.rollouts.run())
         leave = asyncio.create_task(self._leave.wait())
-        strangers = asyncio.create_task(self._end_strangers(units))
-        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping, strangers, rollouts)
+        found = asyncio.create_task(self._settle(units))
+        tasks: tuple[asyncio.Task[Any], ...] = (stop, leave, housekeeping, found, rollouts)
         waited: set[asyncio.Future[Any]] = {stop, leave, housekeeping, rollouts, units.ended}
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -253,10 +257,18 @@ class Supervisor:
             versions=self.rollouts.changed_versions(),
         )
 
-    async def _end_strangers(self, units: Units) -> None:
-        """What a predecessor ran and nobody has asked for by now."""
+    async def _settle(self, units: Units) -> None:
+        """What a predecessor ran and nobody has asked for by now ends. Its gateways are replaced, one after
+        another, if they were started by a file that says what they don't follow."""
         await asyncio.sleep(self._timing.housekeeping)
         await units.end_strangers(self._patience())
+        for slot in units.taken_over if self._gateways_differ else ():
+            unit = units.get(slot)
+            if unit is not None and unit.status.role == "gateway":
+                before = unit.status.generation
+                await unit.renew(self._patience())
+                while unit.status.generation == before or unit.status.state not in ("ready", "failed"):
+                    await asyncio.sleep(0.1)
 
     def _summary(self) -> str:
         ready = sum(status.state == "ready" for status in self.statuses)
@@ -275,6 +287,16 @@ class Supervisor:
             for log in map(self.state.log, [*slots, SUPERVISOR_LOG]):
                 with contextlib.suppress(OSError):  # a full disk; the next round tries again
                     logs.rotate(log)
+
+
+def _differ(snapshot: Path, fleet: FleetFile) -> bool:
+    """Whether gateways that were started by the file of the snapshot would be others by this one."""
+    try:
+        before = load_fleet(snapshot, check_sources=False)
+    except ConfigError:  # none, or another version's
+        return snapshot.exists()
+    changes = reconcile(before, fleet).fleet
+    return any(change.key.startswith("gateway.") and change.effect != "live" for change in changes)
 
 
 @contextlib.contextmanager

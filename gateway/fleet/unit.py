@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from gateway.fleet.backends.base import Backend, Found, Process, Role
+from gateway.fleet.commands import is_as_good
 from gateway.fleet.logs import tail
 from gateway.fleet.probes import Probe, Progress, WrongProcess
 from gateway.fleet.restart import RestartPolicy
@@ -150,7 +151,7 @@ class Unit:
     def _adopt(self, found: Found) -> None:
         """Its state is published as it was, before anybody is asked: a worker that serves goes on serving."""
         self._child = found.process
-        is_ours = list(found.argv) == self._spec.launch(found.generation)
+        is_ours = is_as_good(found.argv, self._spec.launch(found.generation))
         state: UnitState = ("ready" if found.ready else "starting") if is_ours else "stopping"
         self.status = msgspec.structs.replace(
             self.status, state=state, phase=state, generation=found.generation, pid=found.process.pid
@@ -259,6 +260,8 @@ class Unit:
         if end is not None:
             await self._clear()
             return end, None
+        if self._found is not None:
+            await probe.take_over()
         self._set(state="ready", phase="ready", done=0, total=0, error=None, log_tail=())
         return None, probe
 

@@ -40,6 +40,7 @@ class Units:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._generations = dict(generations)
         self._found = dict(found)
+        self.taken_over: list[str] = []  # slots whose processes were found
         self._endures = endures
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -58,6 +59,8 @@ class Units:
         """Starts the unit, or finds the one that is in the slot; one that has failed there starts again."""
         unit = self._units.get(spec.slot)
         if unit is None:
+            if spec.slot in self._found:
+                self.taken_over.append(spec.slot)
             unit = Unit(
                 spec,
                 self._backend,

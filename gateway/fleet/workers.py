@@ -83,6 +83,10 @@ class Workers:
         for watcher in self.watchers:
             watcher(status)
 
+    def _probe(self, slot: Slot, generation: int) -> WorkerProbe:
+        names = (slot.entry.name, *slot.entry.aliases)
+        return WorkerProbe(self.uds(slot.name, generation), slot.name, generation, names)
+
     def _spec(self, slot: Slot) -> UnitSpec:
         return UnitSpec(
             slot=slot.name,
@@ -93,7 +97,7 @@ class Workers:
             launch=lambda generation: self.commands.worker(
                 self._slots.get(slot.name, slot), generation, self.uds(slot.name, generation)
             ),
-            probe=lambda generation: WorkerProbe(self.uds(slot.name, generation), slot.name, generation),
+            probe=lambda generation: self._probe(self._slots.get(slot.name, slot), generation),
             gpus=gpus_of(slot.entry.worker),
             memory=lambda: self._memory(slot),
         )

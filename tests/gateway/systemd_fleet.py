@@ -11,7 +11,13 @@ from gateway.fleet.commands import Commands, Slot
 from gateway.fleet.restart import RestartPolicy
 from gateway.fleet.unit import Timing
 
-LOOKING = Timing(start_poll=0.05, health_poll=0.2, drain=15.0, policy=lambda: RestartPolicy(first=0.2))
+LOOKING = Timing(
+    start_poll=0.05,
+    health_poll=0.2,
+    housekeeping=0.5,
+    drain=15.0,
+    policy=lambda: RestartPolicy(first=0.2),
+)
 
 
 class FakeEngines(Commands):

@@ -14,7 +14,7 @@ from pathlib import Path
 PROGRAM = Path("/lib/systemd/systemd")
 BOOTED = Path("/run/systemd/system")  # without it systemd refuses to be anybody's manager
 CGROUPS = Path("/sys/fs/cgroup")
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 class UserManager:
