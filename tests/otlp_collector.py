@@ -48,7 +48,7 @@ class Collector:
     def of(self, trace_id: str) -> list[Received]:
         return [span for span in self.spans if span.trace_id == trace_id]
 
-    def wait_for(self, count: int, trace_id: str | None = None, seconds: float = 20.0) -> list[Received]:
+    def wait_for(self, count: int, trace_id: str | None = None, seconds: float = 60.0) -> list[Received]:
         """The spans (of a trace), once there are so many."""
         deadline = time.monotonic() + seconds
         while True:

@@ -26,7 +26,7 @@ from worker.text.tokenizer import Tokenizer
 MODEL = "smollm2"
 MAX_MODEL_LEN = 512
 START_SECONDS = 100.0
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def running_requests(worker: Served) -> float:
     return sum(map(float, values))
 
 
-def wait_until_idle(worker: Served, seconds: float = 10.0) -> None:
+def wait_until_idle(worker: Served, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while (running := running_requests(worker)) > 0:
         assert time.monotonic() < deadline, f"{running:.0f} sequences still run"

@@ -137,7 +137,7 @@ def test_a_request_without_a_usable_trace_begins_one(
 ) -> None:
     before = {span.trace_id for span in received.spans}
     assert ask(url, traceparent, stream=True).status_code == 200
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(new := [span for span in received.spans if span.trace_id not in before]) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -196,4 +196,4 @@ def test_a_collector_that_fails_hurts_no_request(url: str, received: Collector) 
     finally:
         received.status, received.delay = 200, 0.0
     assert ask(url, f"00-{'9' * 32}-{'1' * 16}-01").status_code == 200
-    received.wait_for(5, "9" * 32, seconds=60)
+    received.wait_for(5, "9" * 32)

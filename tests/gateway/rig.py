@@ -44,7 +44,10 @@ class _Server(GatewayServer):
 
 
 class Rig:
-    """`settings` of the gateway; model `m` with alias `nick` is configured, and `idle` that has no worker."""
+    """`settings` of the gateway; model `m` with alias `nick` is configured, and `idle` that has no worker.
+    `limit`: seconds that it may run, since pytest's own limit doesn't stop a test in this event loop."""
+
+    limit = 100.0
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
@@ -82,9 +85,8 @@ class Rig:
         pool = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         base = f"http://127.0.0.1:{self.port}"
         try:
-            # pytest's own limit doesn't stop a test in this event loop.
             async with (
-                asyncio.timeout(100),
+                asyncio.timeout(self.limit),
                 httpx.AsyncClient(
                     base_url=base, timeout=60, limits=pool, trust_env=False, verify=False
                 ) as self.client,

@@ -205,7 +205,7 @@ async def serving(state: ServerState) -> AsyncIterator[str]:
         await task
 
 
-async def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `condition` holds; AssertionError when it doesn't in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -84,7 +84,7 @@ def real_worker(directory: Path, model: Path, *options: str) -> Iterator[RealWor
         process.wait()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Poll until `condition` holds; the test fails when it doesn't in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -24,19 +24,31 @@ REQUESTS = 120
 
 async def ask(client: httpx.AsyncClient, number: int, rng: random.Random) -> Usage | None:
     """One request, which in two of three cases leaves at some moment; the usage in its header, if any."""
+    headers = {USAGE: f"g-{number}"}
+    if number % 3 == 0:
+        return await leave_a_stream(client, headers, rng)
     path = rng.choice(ROUTES)
     fields: dict[str, Any] = {"model": "tiny", "prompt": "hello world, or", "ignore_eos": True}
     fields["max_tokens"] = rng.randrange(1, 120)
     if path.startswith("/v1"):
         fields |= {"stream": rng.random() < 0.5, "n": rng.choice((1, 1, 3))}
-    patience = rng.choice((0.005, 0.02, 0.1, 0.3, 100, 100))
+    patience = rng.choice((0.005, 0.3, 250, 250))
     try:
         async with asyncio.timeout(patience):
-            answer = await client.post(path, json=fields, headers={USAGE: f"g-{number}"})
+            answer = await client.post(path, json=fields, headers=headers)
     except TimeoutError:
         return None
     assert answer.status_code == 200, answer.text
     return parse_usage(answer.headers.get(USAGE, "").encode())
+
+
+async def leave_a_stream(client: httpx.AsyncClient, headers: dict[str, str], rng: random.Random) -> None:
+    """At its first piece, long before its end."""
+    body = {"model": "tiny", "prompt": "hello world", "ignore_eos": True, "max_tokens": 1000, "stream": True}
+    path = rng.choice(("/v1/completions", "/generate_stream"))
+    async with client.stream("POST", path, json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        await anext(answer.aiter_bytes())
 
 
 async def all_usages(worker: RealWorker) -> tuple[list[Usage], int]:

@@ -92,7 +92,7 @@ def test_large_vocabulary_is_read_at_once(tmp_path: Path) -> None:
     )
     started = time.monotonic()
     assert read_gguf_header(path).metadata["tokens"] == tokens
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_version_2_and_alignment(tmp_path: Path) -> None:
