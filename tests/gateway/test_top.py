@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
 from io import StringIO
 from pathlib import Path
 
@@ -21,7 +30,7 @@ from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.unit import UnitStatus
 from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.test_supervisor import fleet_file, running
+from tests.gateway.test_supervisor import PATIENCE, fleet_file, running
 
 PAGE = """# TYPE pagefleet_kv_cache_usage_ratio gauge
 pagefleet_kv_cache_usage_ratio{model_name="m"} 0.25
@@ -218,3 +227,53 @@ async def test_top_of_a_fleet_that_runs(tmp_path: Path) -> None:
 def test_without_a_fleet(tmp_path: Path) -> None:
     result = CliRunner().invoke(pagefleet, ["top", "--state-dir", str(tmp_path)])
     assert (result.exit_code, "no fleet is up" in result.output) == (1, True)
+
+
+class Terminal:
+    """A command of `pagefleet` on a terminal of 80 columns."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+        os.set_blocking(self._ours, False)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gateway.cli", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def read(self) -> str:
+        """All that was shown so far."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while data := os.read(self._ours, 65536):
+                self.shown += data.decode(errors="replace")
+        return self.shown
+
+    async def interrupted(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return await asyncio.to_thread(self.process.wait, PATIENCE)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+async def test_the_page_on_a_terminal(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        where = ("--state-dir", str(fleet.state.root))
+        for command in (("top", "-n", "0.2", *where), ("status", "--watch", *where)):
+            terminal = Terminal(*command)
+            try:
+                await fleet.until(lambda terminal=terminal: "rates over" in terminal.read())
+                assert re.search(r"ok-0\.1 .*ready.* +100% +0 +0 ", terminal.shown), terminal.shown
+                assert await terminal.interrupted() == 0, terminal.read()
+                assert "Traceback" not in terminal.read()
+            finally:
+                terminal.close()
