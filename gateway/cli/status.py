@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 
 import click
 from rich.console import Group, RenderableType
@@ -13,6 +14,7 @@ from rich.text import Text
 from contracts.units import format_duration
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
 from gateway.cli.display import STYLES, describe, make_console
+from gateway.cli.swap_display import describe_version, log_line
 from gateway.cli.top import watch_live
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.errors import EXIT_DEGRADED
@@ -51,12 +53,17 @@ def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
         watch_live(state, current, 1.0, screen=False)
         return
     said: dict[str, tuple[str, str, int | None]] = {}
+    since = time.time()  # of a rollout's transitions, those before are history
     while current is not None:
         for unit in current.units:
             now = (unit.state, unit.phase, unit.pid)
             if said.get(unit.slot) != now:
                 said[unit.slot] = now
                 click.echo(describe(unit))
+        news = [(entry, rollout) for rollout in current.rollouts for entry in rollout.log if entry.at > since]
+        for entry, rollout in sorted(news, key=lambda pair: pair[0].at):
+            click.echo(log_line(rollout, entry))
+            since = entry.at
         time.sleep(1)
         current = ask_supervisor(state, "GET", "/status")
     click.echo("the fleet is down")
@@ -84,7 +91,19 @@ def _page(status: FleetStatus) -> RenderableType:
             notes.append(Text(f"{unit.slot}: {unit.error}; log: {unit.log}"))
         elif unit.last_exit:
             notes.append(Text(f"{unit.slot}: before its last restart: {unit.last_exit}; log: {unit.log}"))
+    notes += map(Text, _about_versions(status))
     return Group(Text(head + ("  stopping" if status.stopping else "")), table, *notes)
+
+
+def _about_versions(status: FleetStatus) -> Iterator[str]:
+    """What can't be seen in the processes: rollouts under way, and what they have left."""
+    for rollout in status.rollouts:
+        if not rollout.terminal:
+            share = f", {rollout.standby_bp / 100:g} % of the users on {describe_version(rollout.new)}"
+            paused = ", paused" if rollout.paused else ""
+            yield f"{rollout.model}: rollout {rollout.id} is {rollout.phase}{paused}{share}"
+    for model, version in status.versions.items():
+        yield f"{model}: runs {version.source} since a rollout; the fleet file says something else"
 
 
 def _age(since: float) -> str:

@@ -66,7 +66,7 @@ class Watch:
         else:
             for entry in found.rollout.log:
                 if entry.at > self._said:
-                    click.echo(_line(found.rollout, entry))
+                    click.echo(log_line(found.rollout, entry))
                     self._said = entry.at
 
     def close(self) -> None:
@@ -74,7 +74,8 @@ class Watch:
             self._live.stop()
 
 
-def _line(rollout: Rollout, entry: Entry) -> str:
+def log_line(rollout: Rollout, entry: Entry) -> str:
+    """One transition of a rollout."""
     clock = time.strftime("%H:%M:%S", time.localtime(entry.at))
     return f"{clock} {rollout.model}: {entry.phase}: {entry.what}"
 
@@ -89,7 +90,7 @@ def page(rollout: Rollout) -> RenderableType:
         judged.append(verdict.outcome, style=_STYLES[verdict.outcome])
         judged.append(f", {verdict.reason}")
         parts += [judged, _measures(verdict.measures)]
-    parts += [Text(_line(rollout, entry), style="dim") for entry in rollout.log[-_LAST_LINES:]]
+    parts += [Text(log_line(rollout, entry), style="dim") for entry in rollout.log[-_LAST_LINES:]]
     return Group(*parts)
 
 
