@@ -113,6 +113,9 @@ def _shared_threads(fleet: FleetFile) -> int | None:
 # What a process may have been started with otherwise and yet be the one that is wanted: names it can be told,
 # the rest holds from its next start on (as gateway/fleet/reconcile.py says).
 _OF_NO_CONSEQUENCE = ("--served-model-name", "--shutdown-timeout", "--stall-limit", "--start-timeout")
+# One word, unlike an option of the file: the share of the cores, which changes with every model that comes or
+# goes.
+_SHARED_THREADS = "--threads="
 
 
 def is_as_good(running: Sequence[str], wanted: Sequence[str]) -> bool:
@@ -124,7 +127,7 @@ def _essence(argv: Sequence[str]) -> list[str]:
     essence, is_left_out = [], False
     for word in argv:
         if word.startswith("--"):
-            is_left_out = word in _OF_NO_CONSEQUENCE
+            is_left_out = word in _OF_NO_CONSEQUENCE or word.startswith(_SHARED_THREADS)
         if not is_left_out:
             essence.append(word)
     return essence
@@ -137,7 +140,8 @@ class Commands:
     def __init__(self, parent: int | None, fleet: FleetFile) -> None:
         self._parent_pid = parent
         self._parent = [] if parent is None else ["--parent-pid", str(parent)]
-        self._threads = _shared_threads(fleet)
+        threads = _shared_threads(fleet)
+        self._threads = [] if threads is None else [f"{_SHARED_THREADS}{threads}"]
         self._common = [
             *("--shutdown-timeout", str(fleet.supervisor.drain_timeout)),
             *("--stall-limit", str(fleet.supervisor.stall_timeout)),
@@ -155,9 +159,6 @@ class Commands:
 
     def worker(self, slot: Slot, generation: int, uds: Path) -> list[str]:
         entry = slot.entry
-        options = entry.worker
-        if _takes_any_core(entry):
-            options = options.model_copy(update={"threads": self._threads})
         return [
             *PYTHON,
             "worker",
@@ -166,7 +167,8 @@ class Commands:
             *("--uds", str(uds), "--slot", slot.name, "--generation", str(generation)),
             *self._parent,
             *self._common,
-            *option_flags(options),
+            *(self._threads if _takes_any_core(entry) else ()),
+            *option_flags(entry.worker),
         ]
 
     def gateway(self, slot: str, generation: int, config: Path, state_dir: Path, fd: int) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from contracts.options import WorkerOptions
 from gateway.config import load_fleet
 from gateway.fleet import logs
-from gateway.fleet.commands import Commands, option_flags, slots_for, slots_of, slugs_of
+from gateway.fleet.commands import Commands, is_as_good, option_flags, slots_for, slots_of, slugs_of
 from gateway.fleet.listen import base_url, bind
 from gateway.fleet.reaper import MARK, Record, Records, boot_id, marked, reap, start_ticks, write_records
 from gateway.fleet.restart import RestartPolicy
@@ -88,6 +88,21 @@ def test_workers_on_the_cpu_share_the_cores(tmp_path: Path, monkeypatch: pytest.
     assert threads("{}", "{threads: 7}", "{device: cuda}", "{}") == [4, 7, None, 4]
     assert threads("{}", replicas=3) == [2, 2, 2]
     assert threads("{}", replicas=20) == [1] * 20
+
+
+def test_a_process_may_stay_whose_names_and_share_of_the_cores_were_others(tmp_path: Path) -> None:
+    def worker(first: str, more: str = "") -> list[str]:
+        path = tmp_path / "fleet.yaml"
+        path.write_text(f"models: [{{name: m, source: o/n{first}}}{more}]")
+        fleet = load_fleet(path)
+        return Commands(None, fleet).worker(slots_of(fleet)[0], 1, Path("/run/m.sock"))
+
+    before = worker("")
+    assert is_as_good(before, worker(", aliases: [nick]"))
+    assert is_as_good(before, worker("", ", {name: n, source: o/n}, {name: o, source: o/n}"))
+    for other in (", worker: {threads: 2}", ", worker: {max_num_seqs: 4}"):
+        assert not is_as_good(before, worker(other))
+    assert not is_as_good(worker(", worker: {threads: 1}"), worker(", worker: {threads: 2}"))
 
 
 def test_defaults_make_no_flags() -> None:
