@@ -74,7 +74,7 @@ async def disturb(running: Gateways, rng: random.Random, kills: list[float]) -> 
         for round_ in range(1000):
             await asyncio.sleep(rng.random() * 0.5)
             slot = rng.choice(running.slots)
-            if round_ % 5 == 2:
+            if round_ % 4 == 1:
                 kills.append(time.monotonic())
                 running.kill(slot)
                 await running.start(slot)
@@ -99,7 +99,7 @@ async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -
         load = Load(running.connect, at_a_time=30)
         loading = asyncio.create_task(load.run())
         disturbing = asyncio.create_task(disturb(running, rng, kills)) if disturbed else None
-        for _ in range(count):
+        while swaps.generation <= count or (disturbed and not kills):
             await swaps.swap()
         if disturbing is not None:
             disturbing.cancel()
@@ -110,9 +110,8 @@ async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -
         load.check(kills)
         load.check_once(rig.workers)
         assert len(load.whole) > 100
-        assert bool(kills) == disturbed
         if not disturbed:
-            ids = [f"v{number}.{number}" for number in range(1, count + 2)]
+            ids = [f"v{number}.{number}" for number in range(1, swaps.generation + 1)]
             total = len(load.whole)
             await until(lambda: swaps.observer.window("m", ids).requests == total)
             assert swaps.observer.window("m", ids).errors == 0
