@@ -171,7 +171,11 @@ class RedisChannel:
                 delay = min(2 * delay, LAST_RETRY_S)
 
     async def _check(self) -> None:
-        """Raises unless Redis takes writes in time; connecting may take longer."""
+        """Raises unless Redis takes writes in time; connecting may take longer.
+
+        Over a new connection: nothing is left in it of what went wrong, and after a failover the address may
+        mean another server."""
+        await self._link.hang_up()
         async with asyncio.timeout(CONNECT_S):
             await self._link.probe(self._probe_key)
         await self._within_budget(self._link.probe(self._probe_key))

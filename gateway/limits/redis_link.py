@@ -16,7 +16,7 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import InvalidResponse, NoScriptError, RedisError
 
 from gateway.limits.rules import Rule
 
@@ -91,6 +91,11 @@ class RedisLink:
         go: another connection may be let in where theirs isn't, or have been before."""
         await self._call([Operation([key], "hold 1000000 1 probe", 1)])
 
+    async def hang_up(self) -> None:
+        """The next command goes over a new connection."""
+        if self._connection is not None:
+            await self._connection.disconnect(nowait=True)
+
     async def execute(self, *words: Any) -> Any:
         """A command outside the script."""
         return await self._client.execute_command(*words)
@@ -108,6 +113,8 @@ class RedisLink:
         except NoScriptError:
             reply = await self._send("EVAL", self._script, *arguments)
         numbers = [int(word) for word in reply.split()]
+        if len(numbers) != sum([operation.replies for operation in operations]):
+            raise InvalidResponse("an answer to something else")
         answers, start = [], 0
         for operation in operations:
             answers.append(numbers[start : start + operation.replies])
@@ -119,14 +126,8 @@ class RedisLink:
             return await self._client.execute_command(*words)
         if not self._connection.is_connected:
             await self._connection.connect()
-        try:
-            await self._connection.send_packed_command(_packed(words), check_health=False)
-            return await self._connection.read_response()
-        except NoScriptError:
-            raise
-        except RedisError:  # by the next time the address may mean another server: that of a failover
-            await self._connection.disconnect(nowait=True)
-            raise
+        await self._connection.send_packed_command(_packed(words), check_health=False)
+        return await self._connection.read_response()
 
 
 def _packed(words: Sequence[str]) -> bytes:

@@ -69,6 +69,9 @@ class _Link(RedisLink):
     async def probe(self, key: str) -> None:
         """It is well."""
 
+    async def hang_up(self) -> None:
+        """There is nothing."""
+
 
 class _Owner:
     """Asks for something as soon as Redis is well, as a limiter renews its leases."""
@@ -256,6 +259,54 @@ async def test_no_answer_goes_to_another_request(server: RedisServer, tmp_path: 
         await until(lambda: not channel.degraded)
         await channel.aclose()
     assert min(right, given_up, failed, hose.cuts) > 0
+
+
+class Liar:
+    """Speaks RESP and answers every command alike, after those by which a connection is made."""
+
+    def __init__(self, path: Path, answer: bytes) -> None:
+        self.path = path
+        self._answer = answer
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        async with await asyncio.start_unix_server(self._serve, self.path):
+            yield f"unix://{self.path}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while command := await reader.read(1 << 16):
+                made = command.count(b"CLIENT") or command.count(b"SELECT")
+                writer.write(b"+OK\r\n" * made if made else self._answer)
+        writer.close()
+
+
+NO_ANSWERS = {
+    "number": b":1\r\n",
+    "null": b"$-1\r\n",
+    "empty": b"$0\r\n\r\n",
+    "short": b"$1\r\n1\r\n",
+    "two": b"$1\r\n1\r\n$1\r\n1\r\n",
+    "list": b"*2\r\n:1\r\n:1\r\n",
+    "endless": b"$999999999999\r\n1",
+    "endless list": b"*1000000000\r\n",
+    "error": b"-ERR no\r\n",
+    "HTTP": b"HTTP/1.1 200 OK\r\n\r\n",
+    "zeros": b"\x00" * 100,
+    "words": b"$5\r\nhello\r\n",
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+async def test_what_is_no_answer_of_redis_fails_no_request(tmp_path: Path, name: str) -> None:
+    liar = Liar(tmp_path / "liar.sock", NO_ANSWERS[name])
+    async with liar.running() as url, limiting(url, budget=0.05) as limiter:
+        for _ in range(20):
+            granted = await limiter.acquire(of("ann", qps=1000, concurrency=100))
+            assert isinstance(granted, Granted)
+            granted.release()
+            await asyncio.sleep(0.002)
+        assert limiter.state.faults > 0
 
 
 async def test_limits_that_cannot_be_are_left_where_they_are(
