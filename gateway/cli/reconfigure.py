@@ -57,13 +57,14 @@ def apply_fleet(
     body = _request(fleet, options, removed_first)
     applying = call_supervisor(state, "POST", "/config/apply", Applying, content=body)
     try:
-        applying = _follow(state, applying, silent=as_json or plan.empty)
+        silent = as_json or (plan.empty and len(applying.steps) == 1)
+        applying = _follow(state, applying, silent)
     except KeyboardInterrupt:
         click.echo("the change goes on; `pagefleet top` shows the processes", err=True)
         return EXIT_DETACHED
     if as_json:
         print_json(applying)
-    elif applying.state == "done" and not plan.empty:
+    elif applying.state == "done" and not silent:
         click.echo("done")
     if applying.state == "done":
         return 0

@@ -235,11 +235,11 @@ class Job:
 
     def _going(self, model: ModelPlan) -> list[Named]:
         async def remove(step: Step) -> None:
-            _note_cut(step, await self._leaving.model(model.name, step.say))
             try:
-                self._site.rollouts.forget(model.name)
+                self._site.rollouts.forget(model.name)  # first: nobody can begin one any more
             except OSError as error:
-                raise StepFailed(f"that it is gone can't be written down: {error}") from None
+                raise StepFailed(f"that it goes can't be written down: {error}") from None
+            _note_cut(step, await self._leaving.model(model.name, step.say))
 
         async def shrink(step: Step) -> None:
             wanted = {slot.name for slot in self._slots(model.name)}
@@ -263,6 +263,12 @@ class Job:
                 self._site.workers.add(slot)
             await self._started(missing, step)
 
+        async def revive(step: Step) -> None:
+            failed = self._failed(model.name)
+            for slot in failed:
+                self._site.workers.add(slot)
+            await self._started(failed, step)
+
         async def swap(step: Step) -> None:
             await self._swap(model, step)
 
@@ -271,7 +277,14 @@ class Job:
             return [(f"{model.name} comes", add)]
         if model.has("swap"):  # the new version has as many workers as it is to have
             return [(f"{model.name} is swapped", swap)]
-        return [(f"{model.name} from {old} to {new} workers", grow)] if new > old else []
+        again = [(f"{model.name} starts again", revive)] if new and self._failed(model.name) else []
+        return [*again, *([(f"{model.name} from {old} to {new} workers", grow)] if new > old else [])]
+
+    def _failed(self, name: str) -> list[Slot]:
+        """Those that nothing else would start again."""
+        workers = self._site.workers
+        units = [(slot, workers.unit(slot.name)) for slot in workers.slots(name)]
+        return [slot for slot, unit in units if unit is not None and unit.status.state == "failed"]
 
     def _slots(self, name: str) -> list[Slot]:
         """Those that the model is to have, in the variant that it runs in."""

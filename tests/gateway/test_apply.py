@@ -149,6 +149,8 @@ async def test_what_fails_undoes_nothing_else(tmp_path: Path) -> None:
         )
         assert await ask(fleet, "good") == (200, "good-0")
         assert (await ask(fleet, "bad"))[0] == 503
+        again = await apply(path)
+        assert (again.exit_code, "bad starts again: failed: bad-0" in again.output) == (7, True)
         write(tmp_path, M + "}", "{name: good, source: fake/ok}")
         assert (await apply(path)).exit_code == 0
         assert fleet.slots() == {"m-0": "ready", "good-0": "ready"}
