@@ -35,7 +35,7 @@ def test_a_keys_limit_is_a_rate_limit_error(fleet: Fleet) -> None:
         fleet.ask(key)
     assert caught.value.code == "rate_limit_exceeded"
     assert "the key's limit of 0.01 requests a second (burst 2)" in str(caught.value)
-    assert 90 <= int(caught.value.response.headers["retry-after"]) <= 100
+    assert 60 <= int(caught.value.response.headers["retry-after"]) <= 100
     fleet.ask(fleet.key())  # another key of the same user
 
 
@@ -58,20 +58,24 @@ def test_tokens_of_a_stream_that_its_client_left_are_what_was_generated(fleet: F
             answer = client.post("/v1/completions", json={**body, "max_tokens": 1})
             return int(answer.headers["x-ratelimit-remaining-tokens"])
 
-        before = remaining()
+        began, before = time.monotonic(), remaining()
         generated = _generated(client)
+        asked = time.monotonic()
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             reserved = int(stream.headers["x-ratelimit-remaining-tokens"])
             next(stream.iter_lines())
-        assert before - reserved >= 190
-        deadline = time.monotonic() + 30
-        while (left := remaining()) <= reserved + 10:
-            assert time.monotonic() < deadline
+        assert reserved <= before - 200 + 10 * (time.monotonic() - began) + 10
+        # Ten come back each second, and the questions cost a few: more than that is what wasn't generated.
+        while remaining() <= reserved + 10 * (time.monotonic() - asked) + 10:
+            assert time.monotonic() < asked + 60
             time.sleep(0.1)
-        # Ten come back each second; the questions themselves cost a few.
-        used = _generated(client) - generated
-        assert used < 200
-        assert left >= before - used - 60
+        assert _generated(client) - generated < 200
+
+
+def _again_and_again(fleet: Fleet, key: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        fleet.ask(key)
 
 
 def _generated(client: httpx.Client) -> int:
@@ -85,16 +89,19 @@ def test_limits_are_set_while_the_fleet_runs(fleet: Fleet) -> None:
     fleet.ask(key)
     changed = fleet.run("limits", "set", "user", "dave", "--qps", "0.01", "--burst", "1")
     assert changed.stdout.startswith("user dave: now qps 0.01, burst 1, tokens_per_minute 600 (before:")
-    time.sleep(0.5)
-    fleet.ask(key)
-    with pytest.raises(openai.RateLimitError):
-        fleet.ask(key)
+    with pytest.raises(openai.RateLimitError):  # within a moment
+        _again_and_again(fleet, key)
     shown = json.loads(fleet.run("limits", "get", "--json").stdout)
     assert {"user", "default"} <= {row["kind"] for row in shown}
     assert fleet.run("limits", "unset", "user", "dave").returncode == 0
     assert fleet.run("limits", "set", "key", key_id, "--concurrency", "1").returncode == 0
-    time.sleep(0.5)
-    fleet.ask(key)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            fleet.ask(key)
+            break
+        except openai.RateLimitError:
+            assert time.monotonic() < deadline
     assert fleet.run("limits", "set", "model", "nick", "--qps", "1").returncode == 2  # an alias
 
 

@@ -21,13 +21,14 @@ ROWS, PAGES = 8, 48
 LENGTH = 400  # tokens of a batch answer: two of them fill most of the pool
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[RealWorker]:
-    model = tmp_path / "model"
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealWorker]:
+    folder = tmp_path_factory.mktemp("worker")
+    model = folder / "model"
     model.mkdir()
     write_checkpoint(model, "llama", SMALL, write_byte_bpe(model))
     options = ["--slot=s", "--generation=1", f"--max-num-seqs={ROWS}", f"--num-gpu-blocks-override={PAGES}"]
-    with real_worker(tmp_path, model, *options, "--max-num-batched-tokens=96") as running:
+    with real_worker(folder, model, *options, "--max-num-batched-tokens=96") as running:
         yield running
 
 
@@ -43,12 +44,13 @@ async def test_interactive_requests_overtake_batch_work_that_holds_everything(
         keys = {name: store.create(name, priority=name)[1] for name in ("high", "low")}
     headers = {name: {"authorization": f"Bearer {key}"} for name, key in keys.items()}
     rig = Rig(tmp_path, auth={"mode": "keys"}, health={"probe_interval": "100ms"})
+    rig.limit = 280.0
     rig.route(target(f"unix:{worker.uds}"), model="tiny")
     done: list[str] = []
 
     async def ask(name: str, length: int, number: int) -> httpx.Response:
         response = await rig.post(
-            completion(length, f"{name} {number}"), "/v1/completions", headers=headers[name], timeout=200
+            completion(length, f"{name} {number}"), "/v1/completions", headers=headers[name], timeout=250
         )
         done.append(name)
         return response
@@ -56,8 +58,8 @@ async def test_interactive_requests_overtake_batch_work_that_holds_everything(
     async with rig.running():
         router = rig.app.router
         batch = [asyncio.create_task(ask("low", LENGTH, number)) for number in range(16)]
-        await until(lambda: router.queue("tiny").waiting >= 16 - ROWS - 1, 60)
-        await until(lambda: worker.metric("kv_cache_usage_ratio") > 0.8, 100)
+        await until(lambda: router.queue("tiny").waiting >= 16 - ROWS - 1)
+        await until(lambda: worker.metric("kv_cache_usage_ratio") > 0.8)
         urgent = [asyncio.create_task(ask("high", 24, number)) for number in range(4)]
         answers = await asyncio.gather(*urgent)
         assert {answer.status_code for answer in answers} == {200}
@@ -74,20 +76,22 @@ async def test_interactive_requests_overtake_batch_work_that_holds_everything(
 
 async def test_who_leaves_the_queue_never_reaches_the_engine(tmp_path: Path, worker: RealWorker) -> None:
     rig = Rig(tmp_path, health={"probe_interval": "100ms"})
+    rig.limit = 280.0
     rig.route(target(f"unix:{worker.uds}"), model="tiny")
     async with rig.running():
         queue = rig.app.router.queue("tiny")
+        before = worker.metric("prompt_tokens_total")
         one = await rig.post(completion(1), "/v1/completions")
         size = one.json()["usage"]["prompt_tokens"]
         # So long that none ends, which would let the next one in, before all have left.
         tasks = [
-            asyncio.create_task(rig.post(completion(700), "/v1/completions", timeout=100)) for _ in range(20)
+            asyncio.create_task(rig.post(completion(700), "/v1/completions", timeout=250)) for _ in range(20)
         ]
-        await until(lambda: queue.waiting >= 20 - ROWS - 1, 60)
-        reached = size * (1 + 20 - queue.waiting)
-        await until(lambda: worker.metric("prompt_tokens_total") == reached, 60)
+        await until(lambda: queue.waiting >= 20 - ROWS - 1)
+        reached = before + size * (1 + 20 - queue.waiting)
+        await until(lambda: worker.metric("prompt_tokens_total") == reached)
         for task in tasks:
             task.cancel()
-        await until(lambda: queue.waiting == 0, 1)
-        await until(lambda: not worker.busy(), 10)
+        await until(lambda: queue.waiting == 0)
+        await until(lambda: not worker.busy())
         assert worker.metric("prompt_tokens_total") == reached

@@ -227,7 +227,7 @@ async def test_asking_for_another_model_leaves_a_stream_alone(fleet: Fleet) -> N
 def test_a_saturated_worker_is_not_restarted(fleet: Fleet) -> None:
     """More work than it can do at once, over several rounds of probes."""
     with ThreadPoolExecutor(12) as clients:
-        more = {"prompt": PROMPTS[0], "max_tokens": 60, "ignore_eos": True, "n": 8}
+        more = {"prompt": PROMPTS[0], "max_tokens": 40, "ignore_eos": True, "n": 8}
         answers = list(clients.map(lambda _: fleet.post("/v1/completions", "phi3", **more), range(12)))
     assert {answer.status_code for answer in answers} == {200}
     status = subprocess.run(
