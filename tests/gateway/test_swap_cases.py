@@ -23,7 +23,7 @@ async def test_the_old_version_serves_until_a_gateway_that_lags_has_moved(tmp_pa
     """Also when it is silent for so long that nobody waits for it any more: it then comes back too late to
     send anything to the old version."""
     path = fleet_file(tmp_path, gateway="processes: 3")
-    async with swapping(path) as fleet, users(fleet.supervisor.url, 12) as load:
+    async with swapping(path) as fleet, users(fleet.supervisor.url) as load:
         await fleet.until(lambda: all(unit.state == "ready" for unit in fleet.supervisor.statuses))
         (pid,) = [unit.pid for unit in fleet.supervisor.statuses if unit.slot == "gateway1"]
         await fleet.start("fake/ok", steps=(50.0, 100.0), hold=0.0)
@@ -42,7 +42,7 @@ async def test_the_old_version_serves_until_a_gateway_that_lags_has_moved(tmp_pa
             lagging.send_signal(signal.SIGCONT)
         rollout = await fleet.over()
         served = sum(load.served.values())
-        await fleet.until(lambda: sum(load.served.values()) > served + 30)
+        await fleet.until(lambda: sum(load.served.values()) > served + 12)
     assert load.failures == []
     assert (rollout.phase, rollout.cut) == ("completed", 0)
 
