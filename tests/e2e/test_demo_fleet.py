@@ -1,4 +1,4 @@
-"""`pagefleet up` as a whole: the demo model under two names, real processes, and what befalls them."""
+"""`pagefleet up` as a whole: the demo model and a small random one, real processes, and what befalls them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 
 from gateway.fleet.reaper import marked, read_records
 from gateway.fleet.statedir import StateDir
+from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,7 +32,7 @@ supervisor: {{state_dir: {state}, drain_timeout: 20s}}
 defaults: {{device: cpu, dtype: float32, threads: 1, max_model_len: 1024, kv_cache_memory_bytes: 128MiB}}
 models:
   - {{name: first, aliases: [one], source: {model}}}
-  - {{name: second, source: {model}}}
+  - {{name: second, source: {second}}}
 """
 
 
@@ -39,9 +40,11 @@ class Fleet:
     """A running `pagefleet up`."""
 
     def __init__(self, directory: Path, model: Path) -> None:
+        small = directory / "small"
+        write_checkpoint(small, "llama", SMALL, write_byte_bpe(small))
         self.file = directory / "fleet.yaml"
         self.state = StateDir(directory / "state")
-        self.file.write_text(FLEET.format(state=self.state.root, model=model))
+        self.file.write_text(FLEET.format(state=self.state.root, model=model, second=small))
         self.process = subprocess.Popen(
             [*PAGEFLEET, "up", str(self.file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -91,7 +94,7 @@ def test_both_models_answer_under_all_their_names(fleet: Fleet) -> None:
     for name, slot in (("first", "first-0"), ("one", "first-0"), ("second", "second-0")):
         answer = httpx.post(f"{fleet.url}/v1/chat/completions", json=body(name), timeout=120)
         assert answer.status_code == 200, answer.text
-        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+        assert ("Paris" in answer.json()["choices"][0]["message"]["content"]) == (slot == "first-0")
         assert answer.headers["x-pagefleet-target"] == f"{slot}.1"
     listed = {model["id"] for model in httpx.get(f"{fleet.url}/v1/models", timeout=10).json()["data"]}
     assert {"first", "second"} <= listed
@@ -107,7 +110,7 @@ def test_the_printed_command_works_when_pasted(fleet: Fleet) -> None:
 
 def test_chat_status_and_logs(fleet: Fleet) -> None:
     place = ("-f", str(fleet.file))
-    answer = fleet.command("chat", "second", "-p", PROMPT[0]["content"], "--temperature", "0", *place)
+    answer = fleet.command("chat", "first", "-p", PROMPT[0]["content"], "--temperature", "0", *place)
     assert (answer.returncode, "Paris" in answer.stdout) == (0, True), answer.stderr
     unknown = fleet.command("chat", "third", "-p", "hello", *place)
     assert unknown.returncode == 1
@@ -137,7 +140,7 @@ def test_a_second_fleet_in_its_place_or_on_its_port_is_refused(fleet: Fleet, tmp
 async def stream(client: httpx.AsyncClient, model: str, started: asyncio.Event) -> list[str]:
     """The data of all events of a long answer."""
     events: list[str] = []
-    request = body(model, max_tokens=100, ignore_eos=True, stream=True)
+    request = body(model, max_tokens=100 if model == "first" else 900, ignore_eos=True, stream=True)
     async with client.stream("POST", "/v1/chat/completions", json=request) as response:
         assert response.status_code == 200
         async for line in response.aiter_lines():
@@ -195,7 +198,7 @@ def test_terminated_it_ends_well_and_leaves_nothing(fleet: Fleet) -> None:
 def test_killed_while_models_load_it_leaves_nothing(tmp_path: Path, demo_model: Path) -> None:
     file = tmp_path / "fleet.yaml"
     state = StateDir(tmp_path / "state")
-    file.write_text(FLEET.format(state=state.root, model=demo_model))
+    file.write_text(FLEET.format(state=state.root, model=demo_model, second=demo_model))
     process = subprocess.Popen([*PAGEFLEET, "up", str(file)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     loading = set()
@@ -208,7 +211,7 @@ def test_killed_while_models_load_it_leaves_nothing(tmp_path: Path, demo_model: 
     assert records is not None
     assert len(marked(records.instance)) >= 5
     process.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     process.communicate()
     while left := marked(records.instance):
         assert time.monotonic() < deadline, [entry.cmdline() for entry in left]
@@ -217,7 +220,8 @@ def test_killed_while_models_load_it_leaves_nothing(tmp_path: Path, demo_model: 
 
 def test_a_source_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
-    file.write_text(FLEET.format(state=tmp_path / "state", model="/none/model.gguf"))
+    none = "/none/model.gguf"
+    file.write_text(FLEET.format(state=tmp_path / "state", model=none, second=none))
     result = subprocess.run(
         [*PAGEFLEET, "up", str(file)], capture_output=True, text=True, timeout=60, check=False
     )
