@@ -161,12 +161,6 @@ def judge(
     return Verdict(outcome="pass", reason="within all limits", measures=measures, reference=reference)
 
 
-def enough(window: Window, limits: Limits) -> bool:
-    """Whether there are samples enough of everything; until then the judge's own probes are worth sending."""
-    counts = (window.requests, sum(window.ttft.values()), sum(window.tpot.values()))
-    return min(counts) >= limits.min_requests
-
-
 def _crashes(canary: Window) -> Measure:
     crashed = canary.crashes > 0
     return Measure(

@@ -1,6 +1,6 @@
 """A fleet of fake models behind real gateways, and users who must not notice that a model is swapped.
 
-As a script: `python swapping.py up FILE` is `pagefleet up` with fake models.
+`python -m tests.gateway.swapping up FILE` is `pagefleet up` with fake models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import sys
 import time
@@ -19,12 +18,14 @@ from typing import Any
 
 import httpx
 
+import gateway.fleet.driver.rollouts as rollouts_module
 import gateway.fleet.supervisor as supervisor_module
 from gateway.cli import main
 from gateway.config import FleetFile, load_fleet
 from gateway.fleet.commands import Commands, Slot
 from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.driver.rollouts import Rollouts
+from gateway.fleet.ledger import Ledger, make_ledger
 from gateway.fleet.reaper import marked, read_records
 from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.state import Routes, read_routes
@@ -34,6 +35,7 @@ from gateway.fleet.unit import UnitStatus
 from tests.gateway.fake_fleet import FAST
 
 SCRIPT = str(Path(__file__).with_name("fake_model.py"))
+COMMAND = (sys.executable, "-m", "tests.gateway.swapping")
 PATIENCE = 60.0  # the machine may be busy
 TIMING = dataclasses.replace(FAST, start_stall=PATIENCE, unhealthy=PATIENCE)
 QUICK: dict[str, Any] = {"steps": (50.0, 100.0), "hold": 0.0}
@@ -49,13 +51,15 @@ class FakeModels(Commands):
 
 
 def fleet_file(folder: Path, model: str = "", more: str = "", gateway: str = "") -> Path:
-    """A fleet of the model `m`, alias `nick`, judged by 5 requests. `model`: more of its keys."""
+    """A fleet of the model `m`, alias `nick`. `model`: more of its keys. A busy machine makes times that a
+    judge with the usual limits would doubt."""
     path = folder / "fleet.yaml"
     path.write_text(
         f"gateway: {{port: 0{gateway and ', ' + gateway}}}\n"
         f"supervisor: {{state_dir: {folder / 'state'}}}\n"
         "models:\n"
-        f"  - {{name: m, aliases: [nick], source: fake/ok, judge: {{min_requests: 5}}"
+        f"  - {{name: m, aliases: [nick], source: fake/ok, "
+        "judge: {min_requests: 5, max_ttft_ratio: 4, max_tpot_ratio: 4}"
         f"{model and ', ' + model}}}\n"
         f"{more}"
     )
@@ -116,9 +120,15 @@ class Swapping:
                     await asyncio.sleep(0.05)
 
 
+def no_ledger(*_: object) -> Ledger:
+    """Fake models have no size; a real ledger takes a process and a second to say so."""
+    return Ledger(workers=(), places=(), problems=())
+
+
 @contextlib.asynccontextmanager
-async def swapping(path: Path) -> AsyncIterator[Swapping]:
+async def swapping(path: Path, ledger: Callable[..., Ledger] = no_ledger) -> AsyncIterator[Swapping]:
     """A fleet whose model is ready."""
+    setattr(rollouts_module, "make_ledger", ledger)  # noqa: B010
     fleet = Swapping(load_fleet(path))
     with fleet.supervisor.open():
         task = asyncio.create_task(fleet.supervisor.run())
@@ -132,6 +142,7 @@ async def swapping(path: Path) -> AsyncIterator[Swapping]:
         finally:
             fleet.supervisor.request_stop()
             fleet.code = await task
+            setattr(rollouts_module, "make_ledger", make_ledger)  # noqa: B010
     assert marked(instance) == []
 
 
@@ -184,16 +195,9 @@ async def users(url: str, count: int = 6) -> AsyncIterator[Users]:
             await asyncio.gather(*tasks)
 
 
-def status_of(state: StateDir) -> dict[str, Any]:
-    """What the supervisor's socket says of the rollout of `m`."""
-    transport = httpx.HTTPTransport(uds=str(state.admin_socket))
-    with httpx.Client(transport=transport, base_url="http://s", timeout=PATIENCE) as client:
-        answer: dict[str, Any] = json.loads(client.get("/rollouts/m").content)
-        return answer
-
-
 if __name__ == "__main__":
     setattr(supervisor_module, "Commands", FakeModels)  # noqa: B010
+    setattr(rollouts_module, "make_ledger", no_ledger)  # noqa: B010
     setattr(supervisor_module, "Timing", lambda **_: TIMING)  # noqa: B010
-    setattr(importlib.import_module("gateway.cli.up"), "OWN_COMMAND", (sys.executable, __file__))  # noqa: B010
+    setattr(importlib.import_module("gateway.cli.up"), "OWN_COMMAND", COMMAND)  # noqa: B010
     main(prog_name="pagefleet")

@@ -11,7 +11,7 @@ import pytest
 
 from contracts.times import bucket_of, seconds_of
 from gateway.config import Judge as Limits
-from gateway.fleet.judge import Verdict, Window, enough, judge
+from gateway.fleet.judge import Verdict, Window, judge
 from gateway.fleet.statistics import (
     binomial_tail,
     fisher_tail,
@@ -144,12 +144,6 @@ def test_a_verdict_is_kept_as_json():
     verdict = judge(window(60, errors=8), window(1000, seed=2), LIMITS, reference="before the rollout")
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
     assert msgspec.json.decode(msgspec.json.encode(window(9)), type=Window) == window(9)
-
-
-def test_probes_are_wanted_until_there_are_samples_enough():
-    assert not enough(window(49), LIMITS)
-    assert not enough(msgspec.structs.replace(window(60), tpot={}), LIMITS)
-    assert enough(window(60), LIMITS)
 
 
 def test_a_window_is_the_difference_of_two_readings():

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.config import load_fleet
 from gateway.fleet.driver.asked import StartRequest, SwapError
+from gateway.fleet.ledger import make_ledger
 from gateway.fleet.reaper import marked, read_records
 from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.rollout import events as e
@@ -239,7 +240,7 @@ async def test_two_that_do_not_fit_together_are_refused_before_anything_starts(t
             }
         )
     )  # fmt: skip
-    async with swapping(fleet_file(tmp_path)) as fleet:
+    async with swapping(fleet_file(tmp_path), make_ledger) as fleet:
         huge = StartRequest(
             source="random:config.json",
             set={"device": "cpu", "kv_cache_memory_bytes": "900TiB"},

@@ -25,6 +25,7 @@ from gateway.fleet.workers import Workers, gpus_of
 POLL = 0.1  # seconds between looks at states and boards
 JUDGE_EVERY = 1.0
 MEASURE_WITHIN = 60.0  # seconds that recreate measures the old version before users have to wait
+BEFORE_PROBES = 3  # times as many as the judge needs at least
 RESTORE_TRIES = 3  # crashes of the old version, started again, that say it can't be
 
 GONE = ("backoff", "failed", "stopped")
@@ -230,15 +231,18 @@ class Hands:
             await Prober(self._meter).run(at, wanted)
 
     async def _measure_before(self, rollout: Rollout) -> None:
-        """Recreate: what the old version did in its life, and with probes now if that is too little."""
+        """Recreate: what the old version did in its life, and with probes now if users were few: many of
+        them, since there will be no more when the judge doubts."""
         limits = self._entry.judge or Judge()
+        enough = BEFORE_PROBES * limits.min_requests
         async with peers(self._peers("primary")) as old:
             prober = Prober(self._meter)
             deadline = asyncio.get_running_loop().time() + MEASURE_WITHIN
             while True:
                 before = since(await self._meter.read(old), {})
                 late = asyncio.get_running_loop().time() > deadline
-                if late or not old or not rollout.options.probes or not before.needs_probes(limits):
+                measured = before.by_users(limits) or before.probes.requests >= enough
+                if late or measured or not old or not rollout.options.probes:
                     break
                 await prober.once(old)
         self._site.records.save_before(rollout, before)

@@ -22,7 +22,7 @@ from contracts.times import Times as Buckets
 from contracts.times import bucket_of
 from gateway.fleet.driver.peer import Lost, Peer, Refused
 from gateway.fleet.driver.proof import tokens
-from gateway.fleet.judge import Limits, Reference, Verdict, Window, enough, judge
+from gateway.fleet.judge import Limits, Reference, Verdict, Window, judge
 
 PROBE_LENGTHS = (16, 24, 32)  # tokens
 PROBE_TOKENS = 4
@@ -48,14 +48,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     def __add__(self, other: Sample) -> Sample:
         return Sample(users=self.users + other.users, probes=self.probes + other.probes)
 
-    def needs_probes(self, limits: Limits) -> bool:
-        """Whether more of them would tell something."""
-        return not self.by_users(limits) and not enough(self.probes, limits)
-
     def by_users(self, limits: Limits) -> bool:
-        """Whether there are users enough to be judged by, the probes not counted."""
-        times = sum(self.users.ttft.values()), sum(self.users.tpot.values())
-        return min(times) - self.probes.requests >= limits.min_requests
+        """Whether there are users enough to be judged by. Their number is the gateways': the workers' times
+        hold probes, too, also those of an earlier rollout."""
+        times = min(sum(self.users.ttft.values()), sum(self.users.tpot.values()))
+        return min(self.users.requests, times - self.probes.requests) >= limits.min_requests
 
     def window(self, by_users: bool) -> Window:
         """All requests and errors, and the times of one kind."""
