@@ -1,4 +1,5 @@
-"""Cases from the field for swaps: a gateway that lags behind, a standby that isn't warm yet."""
+"""Cases from the field for fleets that change while they serve: a gateway that lags behind, a standby that
+isn't warm yet, settings that concern no process."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from gateway.board import FRESH_SECONDS
+from gateway.cli import main as pagefleet
 from gateway.fleet.rollout import events as e
 from tests.gateway.swapping import fleet_file, swapping, users
 
@@ -64,3 +68,45 @@ async def test_a_standby_that_flaps_gets_no_user_before_it_is_proven(tmp_path: P
     assert rollout.phase == "completed", rollout.reason
     assert {weight for unproven, weight in weights if unproven} == {0}
     assert 10_000 in {weight for unproven, weight in weights if not unproven}
+
+
+async def test_what_changes_live_costs_no_process_and_no_request_and_all_gateways_agree(
+    tmp_path: Path,
+) -> None:
+    """From the moment on in which `config apply` has ended; until then a gateway answers by either file."""
+    path = tmp_path / "fleet.yaml"
+
+    def write(number: int) -> None:
+        gateway = f"{{port: 0, processes: 3, timeouts: {{total: {20 + number}m}}}}"
+        model = f"{{name: m, aliases: [nick{number}], source: fake/ok}}"
+        state = f"{{state_dir: {tmp_path / 'state'}}}"
+        path.write_text(f"gateway: {gateway}\nsupervisor: {state}\nmodels: [{model}]\n")
+
+    write(0)
+    async with swapping(path) as fleet, users(fleet.supervisor.url, 3) as load:
+        await fleet.until(lambda: all(unit.state == "ready" for unit in fleet.supervisor.statuses))
+        before = {(unit.slot, unit.pid, unit.generation) for unit in fleet.supervisor.statuses}
+        assert len(before) == 4
+        for number in range(1, 4):
+            write(number)
+            command = ["config", "apply", str(path)]
+            applied = await asyncio.to_thread(CliRunner().invoke, pagefleet, command)
+            assert applied.exit_code == 0, applied.output
+            assert await listed(fleet.supervisor.url) == {("m", f"nick{number}")}
+        assert {(unit.slot, unit.pid, unit.generation) for unit in fleet.supervisor.statuses} == before
+        served = sum(load.served.values())
+        await fleet.until(lambda: sum(load.served.values()) > served + 10)
+    assert load.failures == []
+
+
+async def listed(url: str) -> set[tuple[str, ...]]:
+    """What three processes list as models: all answers that there are, over connections of their own."""
+    answers, processes, asked = set(), set(), 0
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+        async with asyncio.timeout(60):
+            while asked < 60 or len(processes) < 3:
+                asked += 1
+                answer = await client.get("/v1/models", headers={"connection": "close"})
+                processes.add(answer.headers["x-request-id"].partition("-")[0])
+                answers.add(tuple(sorted(card["id"] for card in answer.json()["data"])))
+    return answers
