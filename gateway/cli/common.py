@@ -17,6 +17,7 @@ from gateway.fleet.admin import FleetStatus
 from gateway.fleet.driver.routes import Failure
 from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID
 from gateway.fleet.statedir import StateDir
+from gateway.usage.record import inert
 
 EXIT_STILL_RUNNING = 3
 DEFAULT_STATE_DIR = ".pagefleet"
@@ -34,8 +35,8 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on stdout."""
-    click.echo(msgspec.json.encode(value, enc_hook=str).decode())
+    """One line of JSON on stdout, without what a terminal would obey."""
+    click.echo(inert(msgspec.json.encode(value, enc_hook=str)).decode())
 
 
 def printable(text: str) -> str:

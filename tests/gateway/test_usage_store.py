@@ -203,14 +203,14 @@ def test_usage_command(state: Path) -> None:
     fill(
         state / USAGE_FILE,
         record(at=now, user="alice", usage=Usage(1000, 2000, 0, "stop")),
-        record(at=now - 10 * 86400, user="[red]bob\x1b", status=500),
+        record(at=now - 10 * 86400, user="[red]bob\x1b\x9b", status=500),
     )
     head, *rest = invoke("usage").stdout.splitlines()
     assert (
         " ".join(head.split()) == "USER MODEL REQUESTS FAILED PROMPT TOKENS COMPLETION TOKENS CACHED TOKENS"
     )
     lines = [line.split() for line in rest]
-    assert lines[0] == ["[red]bob\\x1b", "m", "1", "1", "5", "7", "3"]
+    assert lines[0] == ["[red]bob\\x1b\\x9b", "m", "1", "1", "5", "7", "3"]
     assert lines[1] == ["alice", "m", "1", "0", "1,000", "2,000", "0"]
     assert lines[2] == ["all", "2", "1", "1,005", "2,007", "3"]
     answer = json.loads(invoke("usage", "--json", "--by", "user", "--since", "7d").stdout)
@@ -224,6 +224,7 @@ def test_usage_command(state: Path) -> None:
             "cached_tokens": 0,
         }
     ]
+    assert "\x9b" not in invoke("usage", "--json").stdout
     assert json.loads(invoke("usage", "--json", "--until", "7d", "--user", "alice").stdout) == []
     assert json.loads(invoke("usage", "--json", "--since", "2999-01-01").stdout) == []
     assert "no time" in invoke("usage", "--since", "soon", code=2).stderr
