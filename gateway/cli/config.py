@@ -10,6 +10,7 @@ from typing import Any
 import click
 import yaml
 
+from gateway.cli import reconfigure
 from gateway.cli.common import count_of, print_json, read_fleet, require_fleet
 from gateway.cli.reconfigure import apply_fleet, ask_plan, show_plan, wanted_fleet
 from gateway.cli.swap import DurationParam, StepsParam
@@ -76,7 +77,7 @@ def diff(file: str, state_dir: str | None, as_json: bool) -> None:
 @config.command()
 @click.argument("file")
 @_state_dir
-@click.option("--dry-run", is_flag=True, help="As `pagefleet config diff`.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, or why it can't be.")
 @click.option(
     "--steps", type=StepsParam(), default=Options().steps, help="Of a rollout.  [default: 5%,25%,100%]"
 )
@@ -92,10 +93,11 @@ def apply(file: str, state_dir: str | None, dry_run: bool, as_json: bool, **opti
     into memory, 6 a rollout or another change is under way, 7 some of it failed, and the rest is done.
     """
     state, fleet = _for_running(file, state_dir)
-    plan = ask_plan(state, fleet)
     if dry_run:
+        plan = reconfigure.dry_run(state, fleet, Options(**options))
         print_json(plan) if as_json else show_plan(plan)
         return
+    plan = ask_plan(state, fleet)
     if not as_json:
         show_plan(plan)
     sys.exit(apply_fleet(state, fleet, plan, as_json, Options(**options)))

@@ -49,6 +49,14 @@ def ask_plan(state: StateDir, fleet: FleetFile) -> Plan:
     return call_supervisor(state, "POST", "/config/plan", Plan, content=_request(fleet))
 
 
+def dry_run(state: StateDir, fleet: FleetFile, options: Options) -> Plan:
+    """The same, or the end of the command with why it would be refused."""
+    path, body = "/config/plan?check=1", _request(fleet, options)
+    plan = call_supervisor(state, "POST", path, Plan, content=body)
+    check_memory(state, fleet, plan)
+    return plan
+
+
 def apply_fleet(
     state: StateDir, fleet: FleetFile, plan: Plan, as_json: bool, options: Options = _DEFAULTS
 ) -> int:

@@ -31,7 +31,9 @@ class Applier:
         self.latest: Applying | None = None
 
     def plan(self, wanted: FleetFile) -> Plan:
-        """What `start` would do."""
+        """What `start` would do. SwapError while the fleet is being changed."""
+        if self.latest is not None and self.latest.state == "running":
+            raise SwapError("the fleet is already being changed; try again when that is over")
         return reconcile(self._fleet, wanted, self._runs())
 
     def _runs(self) -> dict[str, ModelEntry]:
@@ -41,16 +43,14 @@ class Applier:
         """Begins; `latest` says how far it is. `options`: of the rollouts that it takes; `removed_first`: the
         memory of models that go is needed for those that come. SwapError when it can't be done while the
         fleet runs, or something else is changing it; nothing has changed then."""
-        if self._checking or (self.latest is not None and self.latest.state == "running"):
-            raise SwapError("the fleet is already being changed; try again when that is over")
+        if self._checking:
+            raise SwapError("the fleet is about to be changed; try again when that is over")
         self._checking = True
         try:
-            plan = self.plan(wanted)
-            slugs = slugs_of(wanted.models, self._slugs)
-            await self._check(plan, wanted, slugs, options)
+            plan = await self.check(wanted, options)
         finally:
             self._checking = False
-        self._slugs = slugs
+        self._slugs = slugs = slugs_of(wanted.models, self._slugs)
         self.latest = Applying(plan=plan, steps=[], started=time.time())
         job = Job(self._site, self._fleet, wanted, slugs, options, self.latest)
         job.prepare(removed_first)
@@ -74,8 +74,9 @@ class Applier:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _check(self, plan: Plan, wanted: FleetFile, slugs: Mapping[str, str], options: Options) -> None:
-        """All that is known to be impossible, before anything is done."""
+    async def check(self, wanted: FleetFile, options: Options) -> Plan:
+        """The plan, if nothing that is known speaks against it; SwapError as of `start`."""
+        plan = self.plan(wanted)
         if plan.restarts:
             keys = ", ".join(change.key for change in plan.restarts)
             raise SwapError(
@@ -85,7 +86,7 @@ class Applier:
         busy = [line for model in plan.models if (line := self._busy(model.name, model.action))]
         if busy:
             raise SwapError("; ".join(busy))
-        problems = list(self._too_long(plan, wanted, slugs))
+        problems = list(self._too_long(plan, wanted))
         if problems:
             raise SwapError("; ".join(problems), EXIT_INVALID)
         for model in plan.swaps:
@@ -97,6 +98,7 @@ class Applier:
                     "--strategy recreate makes users wait instead",
                     swap.exit_code,
                 )
+        return plan
 
     def _busy(self, name: str, action: str) -> str | None:
         rollout = self._site.rollouts.under_way(name) if action in ("removed", "changed") else None
@@ -104,7 +106,8 @@ class Applier:
             return None
         return f"rollout {rollout} of {name} isn't over; wait for it, or `pagefleet swap abort {name}`"
 
-    def _too_long(self, plan: Plan, wanted: FleetFile, slugs: Mapping[str, str]) -> Iterator[str]:
+    def _too_long(self, plan: Plan, wanted: FleetFile) -> Iterator[str]:
+        slugs = slugs_of(wanted.models, self._slugs)
         for entry in wanted.models:
             if entry.name in plan.by_action("added"):
                 for slot in slots_for(entry, slugs[entry.name], "b"):

@@ -28,12 +28,15 @@ class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def applying_routes(applier: Applier) -> list[Route]:
-    """``POST /config/plan`` says what an `ApplyRequest` would change; ``POST /config/apply`` changes it, and
-    ``GET`` of that says how far it is."""
+    """``POST /config/plan`` says what an `ApplyRequest` would change (`?check=1`: or why that is refused);
+    ``POST /config/apply`` changes it, and ``GET`` of that says how far it is."""
 
     async def plan(request: Request) -> Response:
         asked = _decoded(await request.body())
-        return json_response(applier.plan(_fleet(asked)))
+        fleet = _fleet(asked)
+        if request.query_params.get("check") == "1":
+            return json_response(await applier.check(fleet, asked.options))
+        return json_response(applier.plan(fleet))
 
     async def apply(request: Request) -> Response:
         asked = _decoded(await request.body())

@@ -15,9 +15,11 @@ from click.testing import CliRunner, Result
 from gateway.cli import main as pagefleet
 from gateway.cli import reconfigure
 from gateway.config import ModelEntry
+from gateway.fleet.leaving import Leaving
 from gateway.fleet.ledger import Ledger
+from gateway.fleet.observer import Observer
 from gateway.fleet.versions import entry_of, file_version
-from tests.gateway.swapping import Swapping, swapping, users
+from tests.gateway.swapping import TIMING, Swapping, swapping, users
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -167,6 +169,7 @@ async def test_what_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
             2,
             True,
         )
+        assert (await run("config", "apply", "--dry-run", path)).exit_code == 2
         write(tmp_path, M + "}", "{name: new}")
         result = await apply(path)
         assert (result.exit_code, "nothing was changed" in result.output) == (2, True)
@@ -247,6 +250,20 @@ async def test_another_source_comes_by_a_rollout(tmp_path: Path) -> None:
             "models[].source",
             "models[].worker.seed",
         }
+
+
+async def test_what_outlasts_the_limit_is_ended_with_an_error(tmp_path: Path) -> None:
+    async with swapping(write(tmp_path, M + "}", "{name: gone, source: fake/ok}")) as fleet:
+        stream = asyncio.create_task(long_stream(fleet, "gone"))
+        await asyncio.sleep(0.5)
+        observer = Observer({"gateway": fleet.state.board("gateway")})
+        said: list[str] = []
+        leaving = Leaving(fleet.supervisor._workers, observer, TIMING, limit=1.0)
+        assert await leaving.model("gone", said.append) == 1
+        assert "request_aborted" in await stream
+        assert "1 in flight, 0 waiting" in said
+        assert (await ask(fleet, "gone"))[0] == 503  # known by the file, which nobody has changed
+        assert fleet.slots() == {"m-0": "ready"}
 
 
 async def test_up_again_applies_what_takes_nothing_away(tmp_path: Path) -> None:
