@@ -16,7 +16,7 @@ from gateway.config import FleetFile
 from gateway.fleet import launch, listen
 from gateway.fleet.backends.base import Backend, Found
 from gateway.fleet.backends.local import LocalBackend
-from gateway.fleet.backends.systemd import LISTENER_FD, Mark, SystemdBackend, end_units, read_mark
+from gateway.fleet.backends.systemd import LISTENER_FD, Mark, SystemdBackend, end_units, forget, read_mark
 from gateway.fleet.commands import Slot
 from gateway.fleet.errors import FleetError, InvalidFleet
 from gateway.fleet.ledger import make_ledger, this_machine
@@ -154,8 +154,7 @@ class SystemdHosting:
             yield
         finally:
             if self._has_ended:
-                launch.forget(self._state.run)
-                self._state.systemd.unlink(missing_ok=True)
+                forget(self._state, self._manager)
             self._remove_sockets()
 
     def _is_new_boot(self) -> bool:

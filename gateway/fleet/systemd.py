@@ -21,6 +21,7 @@ from pathlib import Path
 
 from contracts.units import format_bytes
 from gateway.config import ENV_PREFIX, FleetFile
+from gateway.fleet.backends.systemd import SOCKET_UNIT, unit_name
 from gateway.fleet.commands import slots_of
 from gateway.fleet.errors import FleetError, InvalidFleet
 from gateway.fleet.ledger import HOST, Ledger, Worker
@@ -35,7 +36,7 @@ UNITS = (
     "pagefleet-workers.target",
     "pagefleet-gateways.target",
     "pagefleet-supervisor.service",
-    "pagefleet-gateway.socket",
+    SOCKET_UNIT,
     "pagefleet-gateway.service",
     "pagefleet-gateway@.service",
     "pagefleet-worker@.service",
@@ -144,7 +145,7 @@ def check_with_systemd(units: Mapping[str, str], user_manager: bool) -> None:
 
 def check_units(fleet: FleetFile, state: StateDir, manager: Manager) -> None:
     """InvalidFleet unless the manager has units, and for this fleet."""
-    names = ("pagefleet-worker@none.service", "pagefleet-gateway@none.service", "pagefleet-gateway.socket")
+    names = (unit_name("worker", "none"), unit_name("gateway", "none"), SOCKET_UNIT)
     *services, port = manager.show_now(names, "LoadState", "ExecStart", "Listen")
     flag = " --user" if manager.user else ""
     render = f"`pagefleet systemd render FILE{flag} --out DIR` writes them"
@@ -160,7 +161,7 @@ def check_units(fleet: FleetFile, state: StateDir, manager: Manager) -> None:
     address = socket_address(fleet.gateway.host, fleet.gateway.port)
     if port["Listen"] != f"{address} (Stream)":
         raise InvalidFleet(
-            f"pagefleet-gateway.socket listens on {port['Listen'].removesuffix(' (Stream)')}, "
+            f"{SOCKET_UNIT} listens on {port['Listen'].removesuffix(' (Stream)')}, "
             f"and the fleet file says {address}: {remedy}"
         )
 

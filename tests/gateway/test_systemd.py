@@ -321,14 +321,21 @@ def test_stopping_the_target_lets_requests_end_and_leaves_nothing(fleet: Fleet) 
     assert not any(psutil.pid_exists(unit.pid or 0) for unit in units.values())
 
 
-def test_down_ends_what_a_supervisor_has_left(fleet: Fleet) -> None:
-    fleet.manager.call("start", "pagefleet.target")
-    units = fleet.until_ready()
-    fleet.manager.call("stop", "pagefleet-supervisor.service")
-    down = [sys.executable, "-m", "gateway.cli", "down", "--state-dir", str(fleet.state.root)]
-    done = subprocess.run(
-        down, cwd=ROOT, env=fleet.manager.environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
-    assert not any(psutil.pid_exists(unit.pid or 0) for unit in units.values())
-    assert not fleet.state.systemd.exists()
+def test_down_ends_everything_also_what_a_supervisor_has_left(fleet: Fleet) -> None:
+    for unit_that_ends in (None, "pagefleet-supervisor.service"):
+        fleet.manager.call("start", "pagefleet.target")
+        units = fleet.until_ready()
+        assert fleet.ask("a").status_code == 200
+        if unit_that_ends is not None:
+            fleet.manager.call("stop", unit_that_ends)
+        down = [sys.executable, "-m", "gateway.cli", "down", "--state-dir", str(fleet.state.root)]
+        environment = fleet.manager.environment
+        done = subprocess.run(
+            down, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+        assert not any(psutil.pid_exists(unit.pid or 0) for unit in units.values())
+        assert not fleet.state.systemd.exists()
+        assert not list(fleet.state.run.glob("*.sock"))
+        with pytest.raises(httpx.ConnectError):
+            fleet.ask("a")

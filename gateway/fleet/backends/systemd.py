@@ -21,8 +21,9 @@ from gateway.fleet import launch
 from gateway.fleet.backends.base import ROLES, Found, Role
 from gateway.fleet.launch import Note
 from gateway.fleet.statedir import StateDir, write_private
-from gateway.fleet.systemctl import Manager, Properties, SystemdError
+from gateway.fleet.systemctl import CALL_SECONDS, Manager, Properties, SystemdError
 
+SOCKET_UNIT = "pagefleet-gateway.socket"
 LISTENER_FD = 3  # the first that systemd passes on: the socket unit's
 POLL_SECONDS = 0.05
 BEGIN_SECONDS = 30.0  # from the start's order to a process
@@ -66,9 +67,16 @@ def end_units(state: StateDir) -> int:
         if active:
             manager.call_now("stop", *active)
         ended += len(active)
+    forget(state, manager)
+    return ended
+
+
+def forget(state: StateDir, manager: Manager) -> None:
+    """Everything has ended: nothing is left to a successor, and nobody waits at a port that nobody serves.
+    SystemdError when the port can't be closed."""
     launch.forget(state.run)
     state.systemd.unlink(missing_ok=True)
-    return ended
+    manager.call_now("stop", SOCKET_UNIT, patience=CALL_SECONDS)
 
 
 def unit_name(role: Role, slot: str) -> str:
