@@ -187,6 +187,25 @@ async def test_a_new_password_is_one_fault_and_the_old_one_makes_it_well(server:
         await until(lambda: not limiter.degraded)
 
 
+async def test_an_address_that_means_another_server_by_now(server: RedisServer, tmp_path: Path) -> None:
+    """As names do after a failover: the connection to the old master, a replica now, would do for ever."""
+    place = tmp_path / "redis.sock"
+    place.symlink_to(server.socket)
+    with running(tmp_path / "new") as new:
+        async with limiting(f"unix://{place}") as limiter:
+            charges = of("ann", qps=0.01, burst=2)
+            assert isinstance(await limiter.acquire(charges), Granted)
+            with server.client() as client:
+                client.replicaof("127.0.0.1", 1)
+            place.unlink()
+            place.symlink_to(new.socket)
+            while not limiter.degraded:
+                await limiter.acquire(of("bob", qps=1000))
+            await until(lambda: not limiter.degraded)
+            answers = [await limiter.acquire(charges) for _ in range(3)]
+            assert [type(answer) for answer in answers] == [Granted, Granted, Refused]
+
+
 class Hose:
     """Stands between a gateway and Redis: passes answers on late and in pieces, cuts them where it likes."""
 
