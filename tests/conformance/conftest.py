@@ -1,4 +1,5 @@
-"""One worker and one gateway in front of it, for the whole session; every case runs against both."""
+"""One worker and one gateway in front of it, for the whole session. Every case goes through the gateway,
+which passes a worker's answers on byte by byte; what both answer themselves is asked of the worker too."""
 
 from __future__ import annotations
 
@@ -138,7 +139,15 @@ def gateway(worker: Served, demo_model: Path, tmp_path_factory: pytest.TempPathF
         yield process
 
 
-@pytest.fixture(scope="session", params=["worker", "gateway"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "url" in metafunc.fixturenames:
+        both = metafunc.module.__name__.rpartition(".")[2] in ("test_errors", "test_models")
+        metafunc.parametrize(
+            "url", ["worker", "gateway"] if both else ["gateway"], indirect=True, scope="session"
+        )
+
+
+@pytest.fixture(scope="session")
 def url(request: pytest.FixtureRequest) -> str:
     """Where the process under test answers, without /v1."""
     process: Served = request.getfixturevalue(request.param)
