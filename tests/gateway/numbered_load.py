@@ -20,6 +20,7 @@ from tests.gateway.rig import CHAT, http_post
 
 USERS = 200
 LONG = 200_000  # bytes of a long answer
+_TARGET = re.compile(rb"x-pagefleet-target: (\S+)")
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -30,16 +31,22 @@ class Asked:
     body: bytes
     answered_by: Callable[[bytes], bool]
     path: str = CHAT
+    kind: str = ""
 
 
-@dataclass
-class Lost:
-    """A request whose connection ended before its answer; times are time.monotonic's."""
+@dataclass(slots=True)
+class Ended:
+    """A request that is over. Times are time.monotonic's, `first` that of the answer's first byte; `port` is
+    the client's, `target` who answered by the gateway's word, `why` what is wrong with the answer."""
 
     number: int
+    kind: str
+    port: int
     began: float
-    ended: float
-    why: str
+    first: float | None = None
+    ended: float = 0.0
+    target: str = ""
+    why: str = ""
 
 
 def of_fake_worker(number: int, user: str, rng: random.Random) -> Asked:
@@ -60,16 +67,18 @@ def of_fake_worker(number: int, user: str, rng: random.Random) -> Asked:
 
 @dataclass
 class Load:
-    """`connect` makes a connection to the gateways, `ask` a request of its number and user. `whole`: numbers
-    of requests that ended as they should; `wrong`: what is wrong with the answers to others."""
+    """`connect` makes a connection to the gateways, `ask` a request of its number and user. `pause`: seconds
+    that a client waits after an answer, on average. By number, `whole`: requests that ended as they should,
+    `wrong`: those that had another answer; `lost`: those whose connection ended before their answer."""
 
     connect: Callable[[], Awaitable[Pair]]
     ask: Callable[[int, str, random.Random], Asked] = of_fake_worker
     at_a_time: int = 50
     seed: int = 1
-    whole: set[int] = field(default_factory=set)
-    wrong: dict[int, str] = field(default_factory=dict)
-    lost: list[Lost] = field(default_factory=list)
+    pause: float = 0.0
+    whole: dict[int, Ended] = field(default_factory=dict)
+    wrong: dict[int, Ended] = field(default_factory=dict)
+    lost: list[Ended] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -94,22 +103,29 @@ class Load:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Asks once; whether the connection may be used again."""
-        number, began = next(self._numbers), time.monotonic()
+        if self.pause:
+            await asyncio.sleep(self._random.expovariate(1 / self.pause))
+        number = next(self._numbers)
         asked = self.ask(number, f"u{self._random.randrange(USERS)}", self._random)
+        one = Ended(number, asked.kind, _port(writer), time.monotonic())
         try:
             writer.write(http_post(asked.body, path=asked.path))
             async with asyncio.timeout(60):
                 head = await reader.readuntil(b"\r\n\r\n")
+                one.first = time.monotonic()
+                target = _TARGET.search(head)
+                one.target = target[1].decode() if target is not None else ""
                 answer = await _body(reader, head)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-            self.lost.append(Lost(number, began, time.monotonic(), repr(error)))
+            one.ended, one.why = time.monotonic(), repr(error)
+            self.lost.append(one)
             return False
+        one.ended = time.monotonic()
         if not head.startswith(b"HTTP/1.1 200 "):
-            self.wrong[number] = f"{head[:15]!r} {answer[:300]!r}"
+            one.why = f"{head[:15]!r} {answer[:300]!r}"
         elif not asked.answered_by(answer):
-            self.wrong[number] = f"not the answer to it: {len(answer)} bytes, the last are {answer[-100:]!r}"
-        else:
-            self.whole.add(number)
+            one.why = f"not the answer to it: {len(answer)} bytes, the last are {answer[-100:]!r}"
+        (self.wrong if one.why else self.whole)[number] = one
         return b"connection: close" not in head
 
     def check(self, kills: Iterable[float] = ()) -> None:
@@ -131,6 +147,12 @@ class Load:
             if not seen.refused
         )
         assert {number: times[number] for number in self.whole if times[number] != 1} == {}
+
+
+def _port(writer: asyncio.StreamWriter) -> int:
+    """0 on a Unix socket."""
+    name = writer.get_extra_info("sockname")
+    return int(name[1]) if isinstance(name, tuple) else 0
 
 
 async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:

@@ -1,0 +1,214 @@
+"""Swaps under load while gateways are paused and killed and the supervisor is killed: nothing else is lost.
+
+    python -m bench.swap_soak --swaps 200 --out bench/results/swap_soak.json
+
+Under a real systemd, where gateways and workers outlive the supervisor: three gateway processes, workers
+without a model, 200 users with 50 numbered requests in flight (short, long, streamed). Swaps go through the
+supervisor, by shares of the users, with a hold (`recreate`), and with an abort in the middle, after random
+pauses. Each request must end once and whole, and one worker must have worked on it. Excepted, and counted,
+are those on connections that a gateway held when it was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+from bench.soak_fleet import PATIENCE, SoakFleet, soak_fleet
+from bench.soak_load import Account, Kill, account, ask
+from gateway.cli.swap_client import SwapRefused
+from gateway.fleet.driver.asked import StartRequest
+from gateway.fleet.rollout import Options, Rollout
+from tests.gateway.numbered_load import USERS, Load
+
+GATEWAYS = 3
+AT_A_TIME = 50
+MODEL = "m"
+STEPS = ((5.0, 25.0, 100.0), (50.0, 100.0), (100.0,))
+PAUSES = (0.1, 0.3, 3.5)  # seconds; the last is longer than anybody waits for a gateway's sign of life
+
+
+@dataclass
+class Soak:
+    """What happened. `disturb`: seconds between one disturbance and the next, on average; 0: none."""
+
+    fleet: SoakFleet
+    rng: random.Random
+    disturb: float
+    kills: list[Kill] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    async def swap(self, number: int) -> None:
+        """One to its end, whoever dies meanwhile."""
+        rng = self.rng
+        kind = rng.choices(("canary", "recreate", "abort"), (8, 1, 1))[0]
+        options = Options(
+            strategy="recreate" if kind == "recreate" else "canary",
+            steps=rng.choice(STEPS),
+            hold=rng.random() * 0.5,
+        )
+        request = StartRequest(source=f"fake/version{number}", options=options)
+        began = time.monotonic()
+        await self._begin(request)
+        if kind == "abort":
+            await asyncio.sleep(rng.random() * 3)
+            with contextlib.suppress(SwapRefused):  # too late for it, or nobody is there to ask
+                await asyncio.to_thread(self.fleet.swaps.command, MODEL, "abort")
+        rollout = await self._end()
+        self.seconds.append(time.monotonic() - began)
+        self.outcomes[rollout.outcome or "none"] += 1
+        if rollout.outcome not in ("completed", "aborted"):
+            self.reasons.append(f"{number}, {rollout.outcome}: {rollout.reason}")
+        self.counts[f"{options.strategy} swaps"] += 1
+
+    async def _begin(self, request: StartRequest) -> None:
+        """A supervisor that dies with the question may have begun, or not."""
+
+        def begin() -> bool:
+            with contextlib.suppress(SwapRefused):
+                self.fleet.swaps.start(MODEL, request)
+                return True
+            with contextlib.suppress(SwapRefused):
+                return self.fleet.swaps.status(MODEL).rollout.new.source == request.source
+            return False
+
+        await self._until(begin)
+
+    async def _end(self) -> Rollout:
+        found: list[Rollout] = []
+
+        def over() -> bool:
+            with contextlib.suppress(SwapRefused):
+                status = self.fleet.swaps.status(MODEL)
+                if status.exit_code is not None:
+                    found.append(status.rollout)
+            return bool(found)
+
+        await self._until(over)
+        return found[0]
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not await asyncio.to_thread(condition):
+                await asyncio.sleep(0.1)
+
+    async def disturbances(self) -> None:
+        """For ever: most are pauses of a gateway, some the end of a supervisor, a few that of a gateway."""
+        ways: tuple[Callable[[], Awaitable[None]], ...] = (
+            self._pause,
+            self._kill_supervisor,
+            self._kill_gateway,
+        )
+        turn = 0
+        while True:
+            await asyncio.sleep(self.rng.random() * 2 * self.disturb)
+            # Each once at first, so that also a short run has seen them all.
+            await (ways[turn] if turn < len(ways) else self.rng.choices(ways, (6, 2, 1))[0])()
+            turn += 1
+
+    async def _pause(self) -> None:
+        async with self.fleet.paused(self.rng.choice(self.fleet.slots)) as was_there:
+            self.counts["gateways paused"] += was_there
+            await asyncio.sleep(self.rng.choice(PAUSES))
+
+    async def _kill_supervisor(self) -> None:
+        before = await self.fleet.status()
+        if before is not None:
+            await self.fleet.kill_supervisor()
+            self.counts["supervisors killed"] += 1
+
+    async def _kill_gateway(self) -> None:
+        kill = await self.fleet.kill_gateway(self.rng.choice(self.fleet.slots))
+        if kill is not None:
+            self.kills.append(kill)
+            self.counts["gateways killed"] += 1
+
+
+async def soak(
+    swaps: int, disturb: float, seed: int = 1, at_a_time: int = AT_A_TIME, say: Callable[[str], None] = print
+) -> tuple[Soak, Account, list[str]]:
+    """Runs `swaps` of them; also the processes that nobody supervises at the end."""
+    async with soak_fleet(GATEWAYS, {MODEL: 1}) as fleet:
+        load = Load(fleet.connect, ask, at_a_time=at_a_time, seed=seed)
+        run = Soak(fleet, random.Random(seed), disturb)
+        loading = asyncio.create_task(load.run())
+        disturbing = asyncio.create_task(run.disturbances()) if disturb else None
+        try:
+            for number in range(1, swaps + 1):
+                await asyncio.sleep(run.rng.random() * 0.5)
+                await run.swap(number)
+                failed = len(load.lost) + len(load.wrong)
+                say(f"swap {number}: {run.seconds[-1]:.1f} s, {len(load.whole)} whole, {failed} not")
+        finally:
+            for task in (disturbing,):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            load.stop()
+            await loading
+        strangers = await fleet.strangers()
+        return run, account(load, run.kills, fleet.worked), strangers
+
+
+def shown(run: Soak, found: Account, strangers: list[str], seconds: float) -> dict[str, Any]:
+    ordered = sorted(run.seconds)
+    return {
+        "seconds": round(seconds, 1),
+        "swaps": len(ordered),
+        "outcomes": dict(run.outcomes),
+        "neither_completed_nor_aborted": run.reasons,
+        "seconds_per_swap": {
+            "median": round(statistics.median(ordered), 2),
+            "p90": round(ordered[int(0.9 * (len(ordered) - 1))], 2),
+            "longest": round(ordered[-1], 2),
+        },
+        "disturbances": dict(run.counts),
+        **found.shown(),
+        "processes_left_over": strangers,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--swaps", type=int, default=200)
+    parser.add_argument(
+        "--disturb", type=float, default=3.0, help="Mean seconds between disturbances; 0: none."
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    info = {**machine.host(), "load_average": os.getloadavg()[0]}
+    began = time.monotonic()
+    run, found, strangers = asyncio.run(soak(arguments.swaps, arguments.disturb, arguments.seed))
+    result = {
+        "machine": info,
+        "gateways": GATEWAYS,
+        "users": USERS,
+        "in_flight": AT_A_TIME,
+        **shown(run, found, strangers, time.monotonic() - began),
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
