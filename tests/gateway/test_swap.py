@@ -228,33 +228,33 @@ async def test_a_long_stream_is_waited_for_up_to_the_drain_limit(tmp_path: Path)
         assert "error" in json.loads(lines[-1].removeprefix("data: "))
 
 
+def model_config(path: Path, layers: int, width: int) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
+        "intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 256, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+
+
 async def test_two_that_do_not_fit_together_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-                "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256,
-                "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-            }
-        )
-    )  # fmt: skip
+    model_config(tmp_path / "huge.json", 500, 16384)
+    model_config(tmp_path / "small.json", 2, 256)
     async with swapping(fleet_file(tmp_path), make_ledger) as fleet:
-        huge = StartRequest(
-            source="random:config.json",
-            set={"device": "cpu", "kv_cache_memory_bytes": "900TiB"},
-            directory=str(tmp_path),
-        )
-        plan = await fleet.rollouts.plan("m", huge)
+
+        def asked(name: str) -> StartRequest:
+            settings = {"device": "cpu", "max_num_seqs": 4}
+            return StartRequest(source=f"random:{name}.json", set=settings, directory=str(tmp_path))
+
+        plan = await fleet.rollouts.plan("m", asked("huge"))
         assert plan.exit_code == 5
-        assert plan.changes["kv_cache_memory_bytes"] == (None, 900 << 40)
+        assert plan.changes == {"device": ("auto", "cpu"), "max_num_seqs": (None, 4)}
         with pytest.raises(SwapError, match=r"host: .*m-b-0 take .* too much; .*`--strategy") as refused:
-            await fleet.rollouts.start("m", huge)
+            await fleet.rollouts.start("m", asked("huge"))
         assert refused.value.exit_code == 5
         assert fleet.slots() == {"m-0": "ready"}
-        small = StartRequest(source="random:config.json", set={"device": "cpu"}, directory=str(tmp_path))
-        assert (await fleet.rollouts.plan("m", small)).misfit is None
+        assert (await fleet.rollouts.plan("m", asked("small"))).misfit is None
 
 
 @pytest.mark.parametrize(

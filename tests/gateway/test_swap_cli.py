@@ -1,0 +1,160 @@
+"""`pagefleet swap` as an operator uses it: what it says, and with which code it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gateway.cli import main as pagefleet
+from tests.conftest import ROOT
+from tests.gateway.swapping import PATIENCE, Swapping, fleet_file, swapping
+
+pytestmark = pytest.mark.timeout(240)
+
+QUICK = ("--steps", "50%,100%", "--hold", "0s")
+
+
+class Operator:
+    """Somebody at a shell of the fleet's machine."""
+
+    def __init__(self, fleet: Swapping) -> None:
+        self._place = ["--state-dir", str(fleet.state.root)]
+
+    async def swap(self, *arguments: str) -> Result:
+        words = ["swap", *arguments, *self._place]
+        return await asyncio.to_thread(CliRunner().invoke, pagefleet, words)
+
+    async def json(self, *arguments: str) -> Any:
+        return json.loads((await self.swap(*arguments, "--json")).stdout)
+
+
+async def test_a_day_of_swaps(tmp_path: Path) -> None:
+    async with swapping(fleet_file(tmp_path)) as fleet:
+        operator = Operator(fleet)
+        nothing = await operator.swap("status")
+        assert (nothing.exit_code, "there was no rollout" in nothing.output) == (0, True)
+
+        plan = await operator.swap("start", "nick", "--to", "fake/ok", "--set", "max-num-seqs=8", "--dry-run")
+        assert (plan.exit_code, fleet.slots()) == (0, {"m-0": "ready"})
+        assert "max_num_seqs: None → 8" in plan.output
+        assert "steps: 5%, 25%, 100%, at least 120 s on each" in plan.output
+
+        done = await operator.swap("start", "m", "--to", "fake/ok", "--set", "max_num_seqs=8", *QUICK)
+        assert done.exit_code == 0, done.output
+        lines = done.stdout.splitlines()
+        assert "m: starting: start: to fake/ok" in lines[0]
+        assert "m: completed: the primary is gone" in lines[-1]
+        assert fleet.rollouts.changed_versions()["m"].worker == {"max_num_seqs": 8}
+        status = await asyncio.to_thread(
+            CliRunner().invoke, pagefleet, ["status", "--state-dir", str(fleet.state.root)]
+        )
+        assert "m-b-0" in status.output
+
+        bad = await operator.swap("start", "m", "--to", "fake/moody", *QUICK)
+        assert (bad.exit_code, "rolled_back" in bad.stdout.splitlines()[-1]) == (4, True)
+
+        begun = await operator.json("start", "m", "--to", "fake/ok", "--hold", "10m", "--detach")
+        assert (begun["rollout"]["phase"], begun["exit_code"]) == ("starting", None)
+        late = await operator.swap("watch", "m", "--timeout", "500ms")
+        assert (late.exit_code, "still running" in late.stderr) == (3, True)
+        assert (await operator.swap("start", "m", "--to", "fake/ok")).exit_code == 6
+        await fleet.until_phase("judging")
+        assert "judging, paused" in (await operator.swap("pause", "m")).output
+        assert (await operator.json("status", "m"))["rollout"]["paused"] is True
+        shown = await operator.swap("status", "m")
+        assert "5% 25% 100%" in shown.output
+        assert (await operator.swap("resume", "m")).exit_code == 0
+        assert (await operator.swap("promote", "m")).exit_code == 0
+        assert (await operator.swap("abort", "m")).exit_code == 0
+        assert (await operator.swap("watch", "m")).exit_code == 4
+        assert (await operator.swap("abort", "m")).exit_code == 6
+
+        nothing_to_undo = await operator.swap("undo", "m")
+        assert (nothing_to_undo.exit_code, "nothing to undo" in nothing_to_undo.stderr) == (6, True)
+        outcomes = [record["outcome"] for record in await operator.json("history", "m")]
+        assert outcomes == ["completed", "rolled_back", "aborted"]
+        assert "aborted by the operator" in (await operator.swap("history", "m")).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("start", "other", "--to", "fake/ok"), "the fleet has no model 'other'; it has m"),
+        (("start", "m"), "Missing option '--to'"),
+        (("start", "m", "--to", "nowhere.gguf"), "nowhere.gguf isn't there; looked in"),
+        (("start", "m", "--to", "fake/ok", "--set", "max_num_seqs"), "write it as OPTION=VALUE"),
+        (
+            ("start", "m", "--to", "fake/ok", "--set", "max_num_seqs=many"),
+            "must be a whole number, not 'many'",
+        ),
+        (
+            ("start", "m", "--to", "fake/ok", "--set", "dtypo=x"),
+            "--set dtypo: unknown key; did you mean 'dtype'",
+        ),
+        (("start", "m", "--to", "fake/ok", "--steps", "100%,5%"), "steps must be ascending percentages"),
+        (("start", "m", "--to", "fake/ok", "--steps", "few"), "is no list of percentages"),
+        (("start", "m", "--to", "fake/ok", "--hold", "long"), "'long' is no duration"),
+        (("watch", "other"), "the fleet has no model 'other'"),
+    ],
+)
+def test_what_can_not_be_asked_for_ends_with_code_2(
+    fleet_of_one: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = CliRunner().invoke(pagefleet, ["swap", *arguments, "--state-dir", str(fleet_of_one)])
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@pytest.fixture(scope="module")
+def fleet_of_one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The state directory of a fleet that runs in a process of its own."""
+    folder = tmp_path_factory.mktemp("fleet")
+    path = fleet_file(folder)
+    argv = [sys.executable, "-m", "tests.gateway.swapping", "up", str(path)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Ctrl-C stops it" in line:
+            break
+    yield folder / "state"
+    process.terminate()
+    process.communicate(timeout=PATIENCE)
+
+
+def test_no_fleet_is_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(pagefleet, ["swap", "status", "--state-dir", str(tmp_path)])
+    assert (result.exit_code, "no fleet is up in" in result.stderr) == (1, True)
+
+
+def test_ctrl_c_leaves_the_rollout_alone(fleet_of_one: Path) -> None:
+    place = ["--state-dir", str(fleet_of_one)]
+    words = ["start", "m", "--to", "fake/ok", "--hold", "10m", *place]
+    argv = [sys.executable, "-m", "gateway.cli", "swap", *words]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, "the rollout goes on" in errors) == (130, True)
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            CliRunner().invoke(pagefleet, ["swap", "status", "m", "--json", *place]).stdout
+        )
+        return found
+
+    assert status()["exit_code"] is None
+    assert CliRunner().invoke(pagefleet, ["swap", "abort", "m", *place]).exit_code == 0
+    deadline = time.monotonic() + PATIENCE
+    while status()["exit_code"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert status()["exit_code"] == 4
