@@ -4,10 +4,11 @@
 
 A request for `{"model": "m", "fake": {"chunks": 20, "delay": 0.05}}` is answered slowly, as a stream if it
 says so. Behaviours, joined by "__": `wrong` answers golden prompts wrong, `moody` never twice the same, `nan`
-with numbers that aren't, `silent` with nothing, `errs` gives users 500, `slow` takes 60 ms more to the first
-token, `mortal-N` dies N seconds after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds
-to load, `crash` doesn't start, `impostor` is somebody else once it is ready, `cold` flaps (ready and
-well only every second time that it is asked) and gives users 500 until it has answered a golden prompt.
+with numbers that aren't, `silent` with nothing, `errs` gives users 500, `slow` takes 600 ms more to the first
+token (on a busy machine less is nothing), `mortal-N` dies N seconds after it is ready, `stuck` doesn't end
+when told to, `late-N` takes N seconds to load, `crash` doesn't start, `impostor` is somebody else once it is
+ready, `cold` flaps (ready and well only every second time that it is asked) and gives users 500 until it has
+answered a golden prompt.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ async def answer(model: Model, path: str, body: dict[str, Any], writer: asyncio.
             writer, 500, {"error": {"message": "it errs", "type": "t", "param": None, "code": "engine_error"}}
         )
         return
-    first = 0.005 + 0.06 * ("slow" in model.behaviour)
+    first = 0.005 + 0.6 * ("slow" in model.behaviour)
     await asyncio.sleep(first)
     model.ttft[bucket_of(first)] += 1
     if is_probe:
