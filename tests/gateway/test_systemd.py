@@ -26,6 +26,7 @@ from gateway.config import load_fleet
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.ledger import make_ledger, this_machine
 from gateway.fleet.listen import bind
+from gateway.fleet.rollout import Rollout
 from gateway.fleet.state import read_routes
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.systemd import SystemdOptions, memory_limit, render
@@ -47,6 +48,10 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+
+JUDGE = {"min_requests": 5, "max_ttft_ratio": 20.0, "max_tpot_ratio": 20.0}  # the machine may be busy
+
+GOLDEN = [{"prompt": "x", "expect": "A"}]
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(300)]
 
@@ -77,7 +82,10 @@ class Fleet:
                 "stall_timeout": "1s",
                 "drain_timeout": "15s",
             },
-            "models": [{"name": name, "source": source, "worker": worker} for name in models],
+            "models": [
+                {"name": name, "source": source, "worker": worker, "judge": JUDGE, "golden": GOLDEN}
+                for name in models
+            ],
         }
         content["models"][0]["aliases"] = list(aliases)
         self.file.write_text(yaml.safe_dump(content))
@@ -127,7 +135,23 @@ class Fleet:
 
     def account(self) -> str:
         logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in self.state.logs.glob("*.log"))
-        return f"{self.units()}\n{logs}\n{self.manager.log.read_text()[-3000:]}"
+        return f"{self.units()}\n{self.rollouts()}\n{logs}\n{self.manager.log.read_text()[-3000:]}"
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        status = self.status()
+        return status.rollouts if status is not None else ()
+
+    def pagefleet(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "gateway.cli", *arguments, "--state-dir", str(self.state.root)]
+        return subprocess.run(
+            argv,
+            cwd=ROOT,
+            env=self.manager.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
 
     def ask(self, model: str, tokens: int = 3, **options: Any) -> httpx.Response:
         body = {"model": model, "prompt": "x", "max_tokens": tokens, **options}
@@ -311,6 +335,31 @@ def test_another_fleet_file_ends_what_it_does_not_want_and_keeps_the_rest(fleet:
     }
 
 
+def test_a_swap_goes_on_after_the_supervisor_was_killed_and_loses_nothing(fleet: Fleet) -> None:
+    before = fleet.until_ready()
+    options = ["--set", "max_num_seqs=4", "--steps", "50%,100%", "--hold", "1s", "--detach"]
+    source = ["--to", f"random:{fleet.folder / 'config.json'}"]
+    with load(fleet, "c") as outcomes:
+        begun = fleet.pagefleet("swap", "start", "c", *source, *options)
+        assert begun.returncode == 0, begun.stderr
+        fleet.until(lambda: any(rollout.terminal or rollout.standby_bp for rollout in fleet.rollouts()))
+        standby = fleet.units().get("c-alt-0")
+        assert standby is not None, fleet.account()
+        status = fleet.status()
+        assert status is not None
+        fleet.manager.call("kill", "--signal=SIGKILL", "pagefleet-supervisor.service")
+        fleet.until(lambda: (new := fleet.status()) and new.supervisor != status.supervisor)
+        fleet.until(lambda: any(rollout.terminal for rollout in fleet.rollouts()))
+        assert [rollout.phase for rollout in fleet.rollouts()] == ["completed"], fleet.account()
+        after = fleet.until_ready()
+        seen = outcomes["whole"]
+        fleet.until(lambda: outcomes["whole"] > seen + 4)
+    assert list(outcomes) == ["whole"]
+    assert set(after) == {"gateway0", "gateway1", "a-0", "c-alt-0"}
+    assert after["c-alt-0"].pid == standby.pid
+    assert not psutil.pid_exists(before["c-0"].pid or 0)
+
+
 def test_stopping_the_target_lets_requests_end_and_leaves_nothing(fleet: Fleet) -> None:
     units = fleet.until_ready()
     with streams(fleet, units["a-0"].generation) as answers:
@@ -328,11 +377,7 @@ def test_down_ends_everything_also_what_a_supervisor_has_left(fleet: Fleet) -> N
         assert fleet.ask("a").status_code == 200
         if unit_that_ends is not None:
             fleet.manager.call("stop", unit_that_ends)
-        down = [sys.executable, "-m", "gateway.cli", "down", "--state-dir", str(fleet.state.root)]
-        environment = fleet.manager.environment
-        done = subprocess.run(
-            down, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
-        )
+        done = fleet.pagefleet("down")
         assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
         assert not any(psutil.pid_exists(unit.pid or 0) for unit in units.values())
         assert not fleet.state.systemd.exists()

@@ -21,6 +21,7 @@ from worker.ipc.messages import (
     RequestOutput,
     StepDone,
     ToEngine,
+    TokenLogprob,
 )
 
 STEP_SECONDS = 0.02
@@ -61,6 +62,7 @@ def main() -> None:
 
 def serve(channel: EngineChannel[ToEngine]) -> None:
     left: dict[str, int] = {}
+    with_logprobs: set[str] = set()
     steps = 0
     while True:
         outputs = []
@@ -69,6 +71,8 @@ def serve(channel: EngineChannel[ToEngine]) -> None:
                 return
             for request in message.submit:
                 left[request.request_id] = request.params.max_tokens or 1
+                if request.params.logprobs is not None:
+                    with_logprobs.add(request.request_id)
             for request_id in message.abort:
                 if left.pop(request_id, None) is not None:
                     outputs.append(RequestOutput(request_id, [], finish_reason="abort"))
@@ -76,9 +80,11 @@ def serve(channel: EngineChannel[ToEngine]) -> None:
         for request_id in list(left):
             left[request_id] -= 1
             reason = None if left[request_id] else "length"
-            outputs.append(RequestOutput(request_id, [65], finish_reason=reason))  # type: ignore[arg-type]
+            logprobs = [TokenLogprob(65, -0.5, 1, [])] if request_id in with_logprobs else None
+            outputs.append(RequestOutput(request_id, [65], logprobs, finish_reason=reason))  # type: ignore[arg-type]
             if reason:
                 del left[request_id]
+                with_logprobs.discard(request_id)
         channel.send(StepDone(outputs, EngineStats(steps=steps, running=len(left))))
 
 
