@@ -43,11 +43,9 @@ def _find(state: StateDir, name: str) -> list[Path]:
     replicas = [path for stem, path in known.items() if re.fullmatch(re.escape(name) + ending, stem)]
     if name in known and name != "gateway":
         return [known[name]]
-    if replicas:
-        return replicas
     of_model = [known[slot] for slot in _slots_of(state, name) if slot in known]
-    if of_model:
-        return of_model
+    if of_model or replicas:
+        return of_model or replicas
     names = ", ".join(known) or "none"
     hint = "; only a fleet started with --detach has that" if name == SUPERVISOR_LOG else ""
     fail(f"there is no log of '{name}' in {state.logs}{hint}; there are: {names}", EXIT_INVALID)

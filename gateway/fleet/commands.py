@@ -28,7 +28,7 @@ class Slot:
     """A place for one worker: replica `index` of a model.
 
     A model's versions take turns in its two variants: while one has the slots ``NAME-0``, ``NAME-1`` …, a new
-    one starts in ``NAME-b-0`` …, and the next one after that in the first again. `entry` is what the slot
+    one starts in ``NAME-alt-0`` …, and the next one after that in the first again. `entry` is what the slot
     runs, which needn't be what the fleet file says.
     """
 
@@ -47,23 +47,23 @@ def slugs_of(entries: Iterable[ModelEntry], known: Mapping[str, str] = {}) -> di
     """What the slots of each model are named after, in characters that suit file names. Slots of two models
     never collide, in either variant, nor with those of `known` models, which stay what they are."""
     slugs: dict[str, str] = {}
-    taken = {name for slug in known.values() for name in (slug, f"{slug}-b")}
+    taken = {name for slug in known.values() for name in (slug, f"{slug}-alt")}
     for entry in entries:
         if entry.name in known:
             slugs[entry.name] = known[entry.name]
             continue
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
-        if not taken.isdisjoint((slug, f"{slug}-b")) or len(slug) > _LONGEST_SLUG:
+        if not taken.isdisjoint((slug, f"{slug}-alt")) or len(slug) > _LONGEST_SLUG:
             digest = hashlib.sha256(entry.name.encode()).hexdigest()[:8]
             slug = f"{slug[:_LONGEST_SLUG]}-{digest}"
-        taken |= {slug, f"{slug}-b"}
+        taken |= {slug, f"{slug}-alt"}
         slugs[entry.name] = slug
     return slugs
 
 
 def slots_for(entry: ModelEntry, slug: str, variant: Variant = "") -> list[Slot]:
     """One slot per replica of a model."""
-    stem = f"{slug}-{variant}" if variant else slug
+    stem = f"{slug}-alt" if variant else slug
     return [Slot(f"{stem}-{index}", entry, index, variant) for index in range(entry.replicas)]
 
 

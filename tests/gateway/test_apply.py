@@ -233,7 +233,7 @@ async def test_another_source_comes_by_a_rollout(tmp_path: Path) -> None:
             result = await run("config", "apply", *quick, path)
             assert result.exit_code == 0, result.output
         assert load.failures == []
-        assert set(fleet.slots()) == {"m-b-0", "other-0"}
+        assert set(fleet.slots()) == {"m-alt-0", "other-0"}
         assert processes(fleet)["other-0"] == before["other-0"]
         assert "nothing to change" in (await run("config", "diff", path)).output
         assert fleet.rollouts.changed_versions() == {}
@@ -244,7 +244,7 @@ async def test_another_source_comes_by_a_rollout(tmp_path: Path) -> None:
         assert result.exit_code == 4, result.output
         assert "m is swapped: failed: rolled_back" in result.output
         assert (await ask(fleet, "o")) == (200, "other-0")  # the rest is done
-        assert (await ask(fleet, "m")) == (200, "m-b-0")
+        assert (await ask(fleet, "m")) == (200, "m-alt-0")
         shown = json.loads((await run("config", "diff", "--json", path)).stdout)
         assert {change["key"] for model in shown["models"] for change in model["changes"]} == {
             "models[].source",

@@ -87,8 +87,8 @@ def weights(routes: Routes) -> list[tuple[str, int]]:
 
 def replicas(path: Path) -> Publisher:
     """Two replicas of the old version and two of the new one."""
-    names = ("m-b-0", "m-b-1", "m-0", "m-1")
-    made = Publisher(path, [Slot(name, ENTRY, 0, "b" if "-b-" in name else "") for name in names])
+    names = ("m-alt-0", "m-alt-1", "m-0", "m-1")
+    made = Publisher(path, [Slot(name, ENTRY, 0, "b" if "-alt-" in name else "") for name in names])
     for name in names:
         made.update(ready(name), f"unix:/tmp/{name}.sock")
     return made
@@ -96,7 +96,7 @@ def replicas(path: Path) -> Publisher:
 
 def test_a_version_without_a_share_gets_nothing(tmp_path: Path) -> None:
     made = replicas(tmp_path / "routes.json")
-    assert weights(made.routes("m")) == [("m-0", 10_000), ("m-1", 10_000), ("m-b-0", 0), ("m-b-1", 0)]
+    assert weights(made.routes("m")) == [("m-0", 10_000), ("m-1", 10_000), ("m-alt-0", 0), ("m-alt-1", 0)]
 
 
 def test_a_share_is_divided_among_the_replicas_that_are_ready(tmp_path: Path) -> None:
@@ -105,17 +105,17 @@ def test_a_share_is_divided_among_the_replicas_that_are_ready(tmp_path: Path) ->
     split = Split(weights={"": 9_475, "b": 525}, rollout_id="r", salt="s")
     epoch = made.split("m", split)
     routes = read_routes(path).models["m"]
-    assert weights(routes) == [("m-0", 4_737), ("m-1", 4_738), ("m-b-0", 262), ("m-b-1", 263)]
+    assert weights(routes) == [("m-0", 4_737), ("m-1", 4_738), ("m-alt-0", 262), ("m-alt-1", 263)]
     assert (routes.rollout_id, routes.salt, read_routes(path).epoch) == ("r", "s", epoch)
     made.update(ready("m-1", state="backoff"), "unix:/tmp/m-1.sock")
-    assert weights(made.routes("m")) == [("m-0", 9_475), ("m-1", 0), ("m-b-0", 262), ("m-b-1", 263)]
+    assert weights(made.routes("m")) == [("m-0", 9_475), ("m-1", 0), ("m-alt-0", 262), ("m-alt-1", 263)]
     assert made.split("m", split) == made.epoch
 
 
 def test_the_primary_comes_first_and_the_standby_last(tmp_path: Path) -> None:
     made = replicas(tmp_path / "routes.json")
     made.split("m", Split(weights={"b": 10_000, "": 0}))
-    assert weights(made.routes("m")) == [("m-b-0", 10_000), ("m-b-1", 10_000), ("m-0", 0), ("m-1", 0)]
+    assert weights(made.routes("m")) == [("m-alt-0", 10_000), ("m-alt-1", 10_000), ("m-0", 0), ("m-1", 0)]
 
 
 def test_a_slot_that_is_dropped_leaves_the_document_and_its_model_stays(tmp_path: Path) -> None:

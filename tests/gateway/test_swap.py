@@ -49,7 +49,7 @@ async def test_users_do_not_notice_and_the_new_version_stays(tmp_path: Path) -> 
             load.served.clear()
             await fleet.until(lambda: sum(load.served.values()) > 20)
         assert load.failures == []
-        assert set(load.served) <= {"m-b-0.1", "m-b-1.1"}
+        assert set(load.served) <= {"m-alt-0.1", "m-alt-1.1"}
         assert (rollout.phase, rollout.exit_code, rollout.cut) == ("completed", 0, 0)
         assert {name: verdict.outcome for name, verdict in rollout.verdicts.items()} == dict.fromkeys(
             ("10%", "50%", "100%"), "pass"
@@ -57,12 +57,12 @@ async def test_users_do_not_notice_and_the_new_version_stays(tmp_path: Path) -> 
         phases = [entry.phase for entry in rollout.log]
         assert phases[:6] == ["starting", "checking", "warming", "proving", "proven", "shifting"]
         assert phases[-4:] == ["clearing", "draining", "stopping", "completed"]
-        assert fleet.slots() == {"m-b-0": "ready", "m-b-1": "ready"}
+        assert fleet.slots() == {"m-alt-0": "ready", "m-alt-1": "ready"}
         assert not any(psutil.pid_exists(pid) for pid in old)
         assert fleet.rollouts.changed_versions()["m"].source == "fake/new__ok"
 
     async with swapping(path) as fleet:  # it is the model's version now
-        assert fleet.slots() == {"m-b-0": "ready", "m-b-1": "ready"}
+        assert fleet.slots() == {"m-alt-0": "ready", "m-alt-1": "ready"}
         assert [target.variant for target in fleet.routes.targets] == ["b", "b"]
         undone = await fleet.rollouts.undo("nick")
         assert (undone.new.source, undone.full) == ("fake/ok", True)
@@ -84,14 +84,14 @@ async def test_a_fleet_file_that_says_something_new_wins_over_an_earlier_rollout
 
 
 BAD = [
-    ("crash", "failed", 1, "the standby didn't start: m-b-0 exited with code 1: there is no such model"),
-    ("wrong", "rolled_back", 4, "a golden prompt failed: m-b-0.2 answered 'What is 2+2?' with 'Five.'"),
+    ("crash", "failed", 1, "the standby didn't start: m-alt-0 exited with code 1: there is no such model"),
+    ("wrong", "rolled_back", 4, "a golden prompt failed: m-alt-0.2 answered 'What is 2+2?' with 'Five.'"),
     ("moody", "rolled_back", 4, "answered the same prompt with"),
     ("nan", "rolled_back", 4, "numbers that aren't finite"),
     ("silent", "rolled_back", 4, "with nothing"),
     ("errs", "rolled_back", 4, "the canary errs"),
     ("slow", "rolled_back", 4, "first tokens are late"),
-    ("late-1__mortal-1", "rolled_back", 4, "the standby crashed: m-b-0 exited with code 3"),
+    ("late-1__mortal-1", "rolled_back", 4, "the standby crashed: m-alt-0 exited with code 3"),
 ]
 
 
@@ -174,7 +174,7 @@ async def test_recreate_makes_users_wait_and_loses_none(tmp_path: Path) -> None:
             await fleet.until(lambda: sum(load.served.values()) > served + 20)
         assert load.failures == []
         assert load.longest > 0.9  # they waited for it
-        assert {target.slot for target in fleet.routes.targets} == {"m-b-0"}
+        assert {target.slot for target in fleet.routes.targets} == {"m-alt-0"}
         verdict = rollout.verdicts["100%"]
         assert (verdict.outcome, verdict.reference) == ("pass", "before the rollout")
 
@@ -250,7 +250,7 @@ async def test_two_that_do_not_fit_together_are_refused_before_anything_starts(t
         plan = await fleet.rollouts.plan("m", asked("huge"))
         assert plan.exit_code == 5
         assert plan.changes == {"device": ("auto", "cpu"), "max_num_seqs": (None, 4)}
-        with pytest.raises(SwapError, match=r"host: .*m-b-0 take .* too much; .*`--strategy") as refused:
+        with pytest.raises(SwapError, match=r"host: .*m-alt-0 take .* too much; .*`--strategy") as refused:
             await fleet.rollouts.start("m", asked("huge"))
         assert refused.value.exit_code == 5
         assert fleet.slots() == {"m-0": "ready"}

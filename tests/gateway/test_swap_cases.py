@@ -58,12 +58,12 @@ async def test_a_standby_that_flaps_gets_no_user_before_it_is_proven(tmp_path: P
         await fleet.start("fake/cold", steps=(100.0,))
         weights: set[tuple[bool, int]] = set()
         while not fleet.rollouts.status("m").terminal:
-            found = [target.weight_bp for target in fleet.routes.targets if target.slot == "m-b-0"]
+            found = [target.weight_bp for target in fleet.routes.targets if target.slot == "m-alt-0"]
             unproven = "proven" not in {entry.phase for entry in fleet.rollouts.status("m").log}
             weights |= {(unproven, weight) for weight in found}
             await asyncio.sleep(0.02)
         rollout = await fleet.over()
-        await fleet.until(lambda: "m-b-0.1" in load.served)
+        await fleet.until(lambda: "m-alt-0.1" in load.served)
     assert load.failures == []  # it errs for users who come before its golden prompt
     assert rollout.phase == "completed", rollout.reason
     assert {weight for unproven, weight in weights if unproven} == {0}

@@ -57,7 +57,7 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         status = await asyncio.to_thread(
             CliRunner().invoke, pagefleet, ["status", "--state-dir", str(fleet.state.root)]
         )
-        assert "m-b-0" in status.output
+        assert "m-alt-0" in status.output
 
         bad = await operator.swap("start", "m", "--to", "fake/moody", *QUICK)
         assert (bad.exit_code, "rolled_back" in bad.stdout.splitlines()[-1]) == (4, True)

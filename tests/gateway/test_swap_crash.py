@@ -94,15 +94,15 @@ def test_a_canary(fleet: Fleet) -> None:
     try:
         fleet.start("fake/late-3")
         rollout = crash_in(fleet, "starting")
-        assert (rollout.phase, fleet.slots()) == ("completed", {"m-b-0": "ready"})
+        assert (rollout.phase, fleet.slots()) == ("completed", {"m-alt-0": "ready"})
 
         fleet.start("fake/ok", hold=60.0)
         rollout = crash_in(fleet, "judging")
         assert (rollout.phase, rollout.exit_code) == ("rolled_back", 4)
         assert rollout.reason == "the standby crashed: it ended with the supervisor"
-        assert fleet.slots() == {"m-b-0": "ready"}
+        assert fleet.slots() == {"m-alt-0": "ready"}
 
-        (socket,) = fleet.state.sockets.glob("m-b-0.*.sock")
+        (socket,) = fleet.state.sockets.glob("m-alt-0.*.sock")
         with request_on(socket):
             fleet.start("fake/ok")
             rollout = crash_in(fleet, "draining")
@@ -129,11 +129,11 @@ def test_recreate(fleet: Fleet) -> None:
     try:
         fleet.start("fake/late-3", strategy="recreate")
         rollout = crash_in(fleet, "starting")
-        assert (rollout.phase, fleet.slots()) == ("completed", {"m-b-0": "ready"})
+        assert (rollout.phase, fleet.slots()) == ("completed", {"m-alt-0": "ready"})
 
         fleet.start("fake/ok", strategy="recreate", hold=60.0)
         rollout = crash_in(fleet, "judging")
-        assert (rollout.phase, fleet.slots()) == ("rolled_back", {"m-b-0": "ready"})
+        assert (rollout.phase, fleet.slots()) == ("rolled_back", {"m-alt-0": "ready"})
     finally:
         fleet.kill()
     with pytest.raises(SwapRefused, match="no fleet is up"):

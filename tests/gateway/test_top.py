@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -67,13 +68,13 @@ async def test_numbers_of_two_gateways_and_a_worker(tmp_path: Path) -> None:
     worker.metrics = (PAGE % (0, 0, 5, 5)).encode()
     ready = Target(slot="m-0", generation=2, address=worker.address, state="ready", weight_bp=9500)
     canary = Target(
-        slot="m-b-0", generation=1, address="unix:/gone", state="ready", weight_bp=500, variant="b"
+        slot="m-alt-0", generation=1, address="unix:/gone", state="ready", weight_bp=500, variant="b"
     )
     routes = Routes(model="m", epoch=1, targets=(ready, canary))
     write_routes(state.routes, RoutesFile(epoch=1, models={"m": routes}))
     status = fleet_status(
         UnitStatus(slot="m-0", role="worker", model="m", state="ready", generation=2, restarts=1),
-        UnitStatus(slot="m-b-0", role="worker", model="m", state="ready", generation=1),
+        UnitStatus(slot="m-alt-0", role="worker", model="m", state="ready", generation=1),
         UnitStatus(slot="gateway0", role="gateway", state="ready", generation=1),
         UnitStatus(slot="gateway1", role="gateway", state="ready", generation=1),
     )
@@ -93,13 +94,13 @@ async def test_numbers_of_two_gateways_and_a_worker(tmp_path: Path) -> None:
         await observatory.aclose()
         await worker.stop()
     by_slot = {row.slot: row for row in rows(status, second, first)}
-    assert list(by_slot) == ["gateway0", "gateway1", "m-0", "m-b-0"]
+    assert list(by_slot) == ["gateway0", "gateway1", "m-0", "m-alt-0"]
     m = by_slot["m-0"]
     assert (m.target, m.in_flight, m.weight, m.kv_usage, m.restarts) == ("m-0.2", 6, 0.95, 0.25, 1)
     assert m.qps == pytest.approx(8 / (second.at - first.at))
     assert m.error_ratio == pytest.approx(2 / 8)
     assert m.ttft_p95 == pytest.approx(0.19)  # of the 20 since the first look
-    b = by_slot["m-b-0"]
+    b = by_slot["m-alt-0"]
     assert (b.weight, b.in_flight, b.qps, b.error_ratio, b.kv_usage) == (0.05, 0, 0, None, None)
     assert by_slot["gateway0"].connections == 4
     assert by_slot["gateway1"].qps == pytest.approx(2 / (second.at - first.at))
@@ -254,6 +255,9 @@ class Terminal:
                 self.shown += data.decode(errors="replace")
         return self.shown
 
+    def shows(self, words: str) -> bool:
+        return words in self.read()
+
     async def interrupted(self) -> int:
         self.process.send_signal(signal.SIGINT)
         return await asyncio.to_thread(self.process.wait, PATIENCE)
@@ -271,7 +275,7 @@ async def test_the_page_on_a_terminal(tmp_path: Path) -> None:
         for command in (("top", "-n", "0.2", *where), ("status", "--watch", *where)):
             terminal = Terminal(*command)
             try:
-                await fleet.until(lambda terminal=terminal: "rates over" in terminal.read())
+                await fleet.until(partial(terminal.shows, "rates over"))
                 assert re.search(r"ok-0\.1 .*ready.* +100% +0 +0 ", terminal.shown), terminal.shown
                 assert await terminal.interrupted() == 0, terminal.read()
                 assert "Traceback" not in terminal.read()
