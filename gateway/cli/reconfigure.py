@@ -15,7 +15,6 @@ from gateway.cli.common import call_supervisor, count_of, fail, print_json
 from gateway.config import FleetFile
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.applying_routes import ApplyRequest
-from gateway.fleet.changes import Applying, Step
 from gateway.fleet.commands import slots_of
 from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, FleetError
 from gateway.fleet.ledger import make_ledger, this_machine
@@ -23,6 +22,7 @@ from gateway.fleet.reconcile import Change, Effect, ModelPlan, Plan
 from gateway.fleet.rollout import Options
 from gateway.fleet.rollout.model import EXIT_ROLLED_BACK
 from gateway.fleet.statedir import StateDir
+from gateway.fleet.steps import Applying, Step
 
 EXIT_DOES_NOT_FIT = 5
 EXIT_DETACHED = 130

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 
 from gateway.config import FleetFile, ModelEntry
-from gateway.fleet.changes import Applying, Job, Site, Step, swap_request
+from gateway.fleet.changes import Job, Site, swap_request
 from gateway.fleet.commands import slots_for, slugs_of
 from gateway.fleet.driver.asked import SwapError
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.reconcile import Plan, reconcile
 from gateway.fleet.rollout import Options
+from gateway.fleet.steps import Applying, Step
 
 log = logging.getLogger(__name__)
 

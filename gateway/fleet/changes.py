@@ -11,9 +11,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import msgspec
 
 from gateway.config import FleetFile, ModelEntry
 from gateway.fleet.commands import Slot, slots_for
@@ -22,43 +19,15 @@ from gateway.fleet.driver.peer import Lost, Peer, Refused, peers
 from gateway.fleet.driver.rollouts import Rollouts
 from gateway.fleet.leaving import POLL, Leaving
 from gateway.fleet.observer import Observer
-from gateway.fleet.reconcile import ModelPlan, Plan
+from gateway.fleet.reconcile import ModelPlan
 from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.statedir import StateDir
+from gateway.fleet.steps import Applying, Step, StepFailed
 from gateway.fleet.unit import Timing, Unit, UnitStatus
 from gateway.fleet.units import Units
 from gateway.fleet.workers import Workers
 
 TAKEN_WITHIN = 60.0  # seconds for gateways to take a new file, and for workers to take new names
-
-State = Literal["waiting", "running", "done", "failed"]
-
-
-class Step(msgspec.Struct, kw_only=True):
-    """One thing that is done; `detail`: how far it is, or what came of it."""
-
-    name: str
-    state: State = "waiting"
-    detail: str = ""
-
-    def say(self, detail: str) -> None:
-        self.detail = detail
-
-
-class Applying(msgspec.Struct, kw_only=True):
-    """A way from one fleet file to another; `state`: of the whole; `rolled_back`: a rollout was. Unix
-    times."""
-
-    plan: Plan
-    steps: list[Step]
-    started: float
-    state: State = "running"
-    rolled_back: bool = False
-    ended: float | None = None
-
-
-class StepFailed(Exception):
-    """What a step couldn't do."""
 
 
 @dataclass(frozen=True)
