@@ -117,7 +117,7 @@ class LimitSettings(_Block):
 
 
 class GatewayLimits(_Block):
-    """Limits of every user, and what holds while Redis is away: has no answer after `redis_timeout` seconds."""
+    """Limits of every user, and what holds while Redis is away, or takes over `redis_timeout` seconds."""
 
     default: LimitSettings = LimitSettings()
     on_redis_error: Literal["local", "open", "closed"] = "local"

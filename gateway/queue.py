@@ -23,7 +23,7 @@ from gateway import errors
 
 CLASS_SECONDS = 30.0  # a class waits so much longer than the one before it, then it goes first
 MEMORY = 300.0  # seconds over which the service rate is measured
-_KNOWN_AFTER = 2.0  # requests whose service must have been seen before anybody is refused for the rate
+_KNOWN_AFTER = 2.0  # requests, at least, whose service must have been seen before there is a rate
 
 Priority = Literal["high", "normal", "low"]
 CLASSES: tuple[Priority, ...] = ("high", "normal", "low")
@@ -69,10 +69,11 @@ class ServiceRate:
         self._freed = self._freed * keep + 1
         self._at = now
 
-    def gap(self, now: float) -> float | None:
+    def gap(self, now: float, places: int) -> float | None:
         """Seconds per request, longer the longer the last one keeps everybody waiting; None when too little
-        has been seen."""
-        if self._freed < _KNOWN_AFTER:
+        has been seen: less than a turn of all `places`. When a burst has filled them at once, the first to
+        end are few, and late for how many will follow."""
+        if self._freed < max(_KNOWN_AFTER, places):
             return None
         waiting = now - self._at if self._at is not None else 0.0
         return (self._seconds + waiting) / self._freed
@@ -196,7 +197,7 @@ class _Lane(Generic[P]):
 
 class Queue(Generic[P]):
     """The queue of one model. `size`: most requests in it; `has_room`: whether any worker has a place
-    for a request of the class CLASSES[level].
+    for a request of the class CLASSES[level]; `places`: how many requests its workers have now.
 
     `waited` is called with the seconds of each who got a place, `refused` with the reason of each who didn't.
     `held`: see the module.
@@ -207,6 +208,7 @@ class Queue(Generic[P]):
         model: str,
         size: int,
         has_room: Callable[[int], bool],
+        places: Callable[[], int],
         waited: Callable[[float], None] = lambda seconds: None,
         refused: Callable[[Refusal], None] = lambda reason: None,
     ) -> None:
@@ -215,6 +217,7 @@ class Queue(Generic[P]):
         self._model = model
         self._size = size
         self._has_room = has_room
+        self._places = places
         self._waited = waited
         self._refused = refused
         self._lanes: tuple[_Lane[P], ...] = tuple(_Lane() for _ in CLASSES)
@@ -281,14 +284,14 @@ class Queue(Generic[P]):
 
     def backlog(self) -> float:
         """Estimated seconds until all that wait have been served."""
-        gap = self._rate.gap(asyncio.get_running_loop().time())
+        gap = self._rate.gap(asyncio.get_running_loop().time(), self._places())
         return 1.0 if gap is None else self.waiting * gap
 
     # --- entering and leaving
 
     def _enter(self, ticket: Ticket[P], now: float, within: float) -> None:
         lane = self._lanes[ticket.lane]
-        gap = self._rate.gap(now) if self.waiting and not self.held else None
+        gap = self._rate.gap(now, self._places()) if self.waiting and not self.held else None
         if gap is not None:
             ahead = sum(other.waiting for other in self._lanes[: ticket.lane]) + lane.ahead_of(ticket)
             late = (ahead + 1) * gap - within

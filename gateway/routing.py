@@ -174,6 +174,7 @@ class Router:
                 model,
                 self._settings.queue_size,
                 worth,
+                partial(self._inflight, model),
                 lambda seconds: self.on_waited(model, seconds),
                 lambda reason: self.on_refused(model, reason),
             )
@@ -183,6 +184,10 @@ class Router:
     def _held(self, model: str) -> bool:
         entry = self.table.entries.get(model)
         return entry is not None and entry.held
+
+    def _inflight(self, model: str) -> int:
+        entry = self.table.entries.get(model)
+        return sum(backend.inflight for backend in entry.live) if entry is not None else 0
 
     def _worth_placing(self, model: str, level: int) -> bool:
         """Whether anything but None can come of a claim of that class."""

@@ -127,7 +127,7 @@ class Place:
 
     def __init__(self) -> None:
         self.free = 0
-        self.queue: Queue[Place] = Queue("m", 100, lambda level: self.free > 0)
+        self.queue: Queue[Place] = Queue("m", 100, lambda level: self.free > 0, lambda: 0)
 
     def take(self) -> Place | None:
         if self.queue.held or not self.free:

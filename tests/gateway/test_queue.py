@@ -20,7 +20,12 @@ class Pool:
         self.waited: list[float] = []
         self.refused: list[str] = []
         self.queue: Queue[Pool] = Queue(
-            "m", size, lambda level: self.free > 0, self.waited.append, self.refused.append
+            "m",
+            size,
+            lambda level: self.free > 0,
+            lambda: slots - self.free,
+            self.waited.append,
+            self.refused.append,
         )
 
     def take(self, name: str) -> Pool | None:
@@ -167,17 +172,17 @@ async def test_a_deadline_ends_the_wait() -> None:
 
 def test_the_service_rate_is_that_of_saturated_times_only() -> None:
     rate = ServiceRate()
-    assert rate.gap(0) is None
+    assert rate.gap(0, 1) is None
     rate.resume(0)
     for second in range(1, 21):
         for _ in range(4):  # batches of four, one a second
             rate.freed(second)
-    assert rate.gap(20) == pytest.approx(0.25, rel=0.05)
+    assert rate.gap(20, 1) == pytest.approx(0.25, rel=0.05)
     rate.pause()
     rate.freed(500)
-    assert rate.gap(1000) == pytest.approx(0.25, rel=0.05)
+    assert rate.gap(1000, 1) == pytest.approx(0.25, rel=0.05)
     rate.resume(1000)
-    stuck = rate.gap(1060)
+    stuck = rate.gap(1060, 1)
     assert stuck is not None
     assert stuck > 0.9
 
@@ -214,6 +219,31 @@ async def test_what_cannot_be_served_in_time_is_refused_with_an_honest_time(
         await settle()
     assert ahead - began <= 30
     assert pool.refused == ["late"]
+
+
+async def test_a_burst_that_fills_all_places_at_once_is_not_judged_by_the_first_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred places, filled in one moment, four seconds each: the first to end after three seconds says
+    nothing about how many a second there will be."""
+    loop = asyncio.get_running_loop()
+    ahead, real = 0.0, loop.time()
+    monkeypatch.setattr(loop, "time", lambda: real + ahead)
+    pool = Pool(100)
+    for number in range(100):
+        await pool.get(f"r{number}")
+    await queued(*(pool.get(f"a{number}", within=60) for number in range(200)))
+    for _ in range(4):  # 0.75 s each: at that rate the last would wait for two and a half minutes
+        ahead += 0.75
+        pool.release()
+        await settle()
+    (task,) = await queued(pool.get("newcomer", within=60))
+    for _ in range(297):
+        ahead += 0.02
+        pool.release()
+        await settle()
+    assert task.done()
+    assert not pool.refused
 
 
 @pytest.mark.parametrize("seed", range(5))
