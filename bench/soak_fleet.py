@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,21 @@ from bench.soak_load import Kill
 from gateway.board import Peer
 from gateway.cli import main
 from gateway.cli.common import ask_supervisor
-from gateway.cli.swap_client import Swaps
+from gateway.cli.swap_client import SwapRefused, Swaps
 from gateway.config import load_fleet
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.commands import Commands, Slot
+from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.errors import FleetError
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.listen import bind
 from gateway.fleet.restart import RestartPolicy
+from gateway.fleet.rollout import Rollout
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.systemd import SystemdOptions, render
 from gateway.fleet.unit import Timing
 from tests.gateway.numbered_load import Pair
-from tests.gateway.user_manager import UserManager, user_manager
+from tests.gateway.user_manager import UserManager
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0  # seconds for anything to come back; longer is a failure
@@ -125,6 +127,36 @@ class SoakFleet:
                 return status
             await asyncio.sleep(0.05)
         raise TimeoutError(f"not ready after {PATIENCE:g} s: {status}")
+
+    async def begin_swap(self, model: str, request: StartRequest) -> None:
+        """Once the supervisor has begun it; one that died with the question may have, or not."""
+
+        def begin() -> bool:
+            with contextlib.suppress(SwapRefused):
+                self.swaps.start(model, request)
+                return True
+            with contextlib.suppress(SwapRefused):
+                return self.swaps.status(model).rollout.new.source == request.source
+            return False
+
+        await _until(begin)
+
+    async def swap_ended(self, model: str) -> Rollout:
+        """The last rollout that was begun, at its end, whichever supervisor brought it there."""
+        found: list[Rollout] = []
+
+        def is_over() -> bool:
+            with contextlib.suppress(SwapRefused):
+                status = self.swaps.status(model)
+                found[:] = [status.rollout]
+                return status.exit_code is not None
+            return False
+
+        try:
+            await _until(is_over)
+        except TimeoutError:
+            raise TimeoutError(f"not over after {PATIENCE:g} s: {found}") from None
+        return found[0]
 
     async def kill_supervisor(self) -> None:
         """Its unit starts the next one a second later."""
@@ -216,9 +248,9 @@ class SoakFleet:
 
 
 @contextlib.asynccontextmanager
-async def soak_fleet(gateways: int, models: dict[str, int]) -> AsyncIterator[SoakFleet]:
-    """A fleet that is ready; `models`: their replicas. OSError where no user manager of systemd can run."""
-    with tempfile.TemporaryDirectory(prefix="pf-soak-") as folder, user_manager() as manager:
+async def soak_fleet(manager: UserManager, gateways: int, models: dict[str, int]) -> AsyncIterator[SoakFleet]:
+    """A fleet that is ready; `models`: their replicas."""
+    with tempfile.TemporaryDirectory(prefix="pf-soak-") as folder:  # short: its sockets are in there
         fleet = SoakFleet(manager, Path(folder), gateways, models)
         await asyncio.to_thread(manager.call, "start", "pagefleet.target")
         try:
@@ -226,6 +258,12 @@ async def soak_fleet(gateways: int, models: dict[str, int]) -> AsyncIterator[Soa
             yield fleet
         finally:
             await asyncio.to_thread(manager.call, "stop", "pagefleet.target", check=False)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.1)
 
 
 def no_ledger(*_: object) -> Ledger:

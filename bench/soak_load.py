@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,17 @@ def ask(number: int, user: str, rng: random.Random, model: str = "m") -> Asked:
     body: dict[str, object] = {"model": model, "user": user, "number": number, "stream": kind == "stream"}
     if kind == "stream":
         events, pause = rng.randrange(2, 16), 0.02 * rng.random()
-        wanted = {**body, "events": events, "pause": pause}
-        expected = b"".join(event(number, place) for place in range(events)) + DONE
-        return Asked(json.dumps(wanted).encode(), expected.__eq__, kind=kind)
+        return stream({**body, "events": events, "pause": pause})
     padding = "x" * LONG if kind == "long" else ""
     whole = json.dumps({**body, "wait": 0.03 * rng.random(), "padding": padding}).encode()
     return Asked(whole, whole.__eq__, kind=kind)
+
+
+def stream(wanted: dict[str, Any]) -> Asked:
+    """`events` of them, a `pause` of seconds after each; `first`: seconds until the first."""
+    number = wanted["number"]
+    expected = b"".join(event(number, place) for place in range(wanted["events"])) + DONE
+    return Asked(json.dumps(wanted).encode(), expected.__eq__, kind="stream")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,17 @@ class Kill:
     at: float
     ports: frozenset[int] = frozenset()
     target: str = ""
+
+
+@contextlib.asynccontextmanager
+async def loaded(load: Load) -> AsyncIterator[None]:
+    """The load during the block; at its end what has begun is finished."""
+    loading = asyncio.create_task(load.run())
+    try:
+        yield
+    finally:
+        load.stop()
+        await loading
 
 
 @dataclass(frozen=True)
@@ -119,5 +137,6 @@ def _spans(one: Ended, at: float) -> bool:
 
 
 def _code(one: Ended) -> str:
+    """The error's, or the exception's name where the answer broke off."""
     found = _CODE.findall(one.why)
-    return found[-1] if found else one.why[:60]
+    return found[-1] if found else one.why.partition("(")[0]

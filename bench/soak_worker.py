@@ -111,7 +111,7 @@ class Worker:
                 (_HEAD % (200, "application/json", f"content-length: {len(body)}\r\n")).encode() + body
             )
             return
-        await asyncio.sleep(FIRST)
+        await asyncio.sleep(asked.get("first", FIRST))
         _begin_stream(writer, "text/event-stream")
         for place in range(asked["events"]):
             _chunk(writer, event(asked["number"], place))

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
-from bench.soak_fleet import PATIENCE, SoakFleet, soak_fleet
-from bench.soak_load import Account, Kill, account, ask
+from bench.soak_fleet import SoakFleet, soak_fleet
+from bench.soak_load import Account, Kill, account, ask, loaded
 from gateway.cli.swap_client import SwapRefused
 from gateway.fleet.driver.asked import StartRequest
-from gateway.fleet.rollout import Options, Rollout
+from gateway.fleet.rollout import Options
 from tests.gateway.numbered_load import USERS, Load
+from tests.gateway.user_manager import user_manager
 
 GATEWAYS = 3
 AT_A_TIME = 50
@@ -64,48 +65,17 @@ class Soak:
         )
         request = StartRequest(source=f"fake/version{number}", options=options)
         began = time.monotonic()
-        await self._begin(request)
+        await self.fleet.begin_swap(MODEL, request)
         if kind == "abort":
             await asyncio.sleep(rng.random() * 3)
             with contextlib.suppress(SwapRefused):  # too late for it, or nobody is there to ask
                 await asyncio.to_thread(self.fleet.swaps.command, MODEL, "abort")
-        rollout = await self._end()
+        rollout = await self.fleet.swap_ended(MODEL)
         self.seconds.append(time.monotonic() - began)
         self.outcomes[rollout.outcome or "none"] += 1
         if rollout.outcome not in ("completed", "aborted"):
             self.reasons.append(f"{number}, {rollout.outcome}: {rollout.reason}")
         self.counts[f"{options.strategy} swaps"] += 1
-
-    async def _begin(self, request: StartRequest) -> None:
-        """A supervisor that dies with the question may have begun, or not."""
-
-        def begin() -> bool:
-            with contextlib.suppress(SwapRefused):
-                self.fleet.swaps.start(MODEL, request)
-                return True
-            with contextlib.suppress(SwapRefused):
-                return self.fleet.swaps.status(MODEL).rollout.new.source == request.source
-            return False
-
-        await self._until(begin)
-
-    async def _end(self) -> Rollout:
-        found: list[Rollout] = []
-
-        def over() -> bool:
-            with contextlib.suppress(SwapRefused):
-                status = self.fleet.swaps.status(MODEL)
-                if status.exit_code is not None:
-                    found.append(status.rollout)
-            return bool(found)
-
-        await self._until(over)
-        return found[0]
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not await asyncio.to_thread(condition):
-                await asyncio.sleep(0.1)
 
     async def disturbances(self) -> None:
         """For ever: most are pauses of a gateway, some the end of a supervisor, a few that of a gateway."""
@@ -139,30 +109,35 @@ class Soak:
             self.counts["gateways killed"] += 1
 
 
-async def soak(
-    swaps: int, disturb: float, seed: int = 1, at_a_time: int = AT_A_TIME, say: Callable[[str], None] = print
-) -> tuple[Soak, Account, list[str]]:
-    """Runs `swaps` of them; also the processes that nobody supervises at the end."""
-    async with soak_fleet(GATEWAYS, {MODEL: 1}) as fleet:
-        load = Load(fleet.connect, ask, at_a_time=at_a_time, seed=seed)
-        run = Soak(fleet, random.Random(seed), disturb)
-        loading = asyncio.create_task(load.run())
-        disturbing = asyncio.create_task(run.disturbances()) if disturb else None
-        try:
-            for number in range(1, swaps + 1):
-                await asyncio.sleep(run.rng.random() * 0.5)
-                await run.swap(number)
-                failed = len(load.lost) + len(load.wrong)
-                say(f"swap {number}: {run.seconds[-1]:.1f} s, {len(load.whole)} whole, {failed} not")
-        finally:
-            for task in (disturbing,):
-                if task is not None:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-            load.stop()
-            await loading
-        strangers = await fleet.strangers()
-        return run, account(load, run.kills, fleet.worked), strangers
+async def swaps(
+    fleet: SoakFleet, load: Load, count: int, disturb: float, seed: int, say: Callable[[str], None] = print
+) -> Soak:
+    """So many, one after another, under a load that is running."""
+    run = Soak(fleet, random.Random(seed), disturb)
+    disturbing = asyncio.create_task(run.disturbances()) if disturb else None
+    try:
+        for number in range(1, count + 1):
+            await asyncio.sleep(run.rng.random() * 0.5)
+            await run.swap(number)
+            failed = len(load.lost) + len(load.wrong)
+            say(f"swap {number}: {run.seconds[-1]:.1f} s, {len(load.whole)} whole, {failed} not")
+    finally:
+        if disturbing is not None:
+            disturbing.cancel()
+            await asyncio.gather(disturbing, return_exceptions=True)
+    return run
+
+
+async def soak(count: int, disturb: float, seed: int, at_a_time: int) -> dict[str, Any]:
+    """The whole of it, as it is shown."""
+    with user_manager() as manager:
+        async with soak_fleet(manager, GATEWAYS, {MODEL: 1}) as fleet:
+            load = Load(fleet.connect, ask, at_a_time=at_a_time, seed=seed)
+            began = time.monotonic()
+            async with loaded(load):
+                run = await swaps(fleet, load, count, disturb, seed)
+            seconds = time.monotonic() - began
+            return shown(run, account(load, run.kills, fleet.worked), await fleet.strangers(), seconds)
 
 
 def shown(run: Soak, found: Account, strangers: list[str], seconds: float) -> dict[str, Any]:
@@ -191,18 +166,18 @@ def main() -> None:
     parser.add_argument(
         "--disturb", type=float, default=3.0, help="Mean seconds between disturbances; 0: none."
     )
+    parser.add_argument("--in-flight", type=int, default=AT_A_TIME)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     info = {**machine.host(), "load_average": os.getloadavg()[0]}
-    began = time.monotonic()
-    run, found, strangers = asyncio.run(soak(arguments.swaps, arguments.disturb, arguments.seed))
+    found = asyncio.run(soak(arguments.swaps, arguments.disturb, arguments.seed, arguments.in_flight))
     result = {
         "machine": info,
         "gateways": GATEWAYS,
         "users": USERS,
-        "in_flight": AT_A_TIME,
-        **shown(run, found, strangers, time.monotonic() - began),
+        "in_flight": arguments.in_flight,
+        **found,
     }
     print(json.dumps(result, indent=1))
     if arguments.out:
