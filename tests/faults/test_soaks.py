@@ -1,4 +1,4 @@
-"""bench/swap_soak.py and bench/kill_soak.py in short, one after the other on one fleet under a real systemd."""
+"""bench/swap_soak.py and bench/kill_soak.py in short, one after the other on one fleet of a real systemd."""
 
 from __future__ import annotations
 
