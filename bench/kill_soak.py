@@ -36,13 +36,15 @@ ROLES = ("supervisor", "gateway", "worker")
 
 @dataclass
 class Soak:
-    """What happened. `back`: seconds after each role's kills until everything was ready again."""
+    """What happened. `back`: seconds after each role's kills until everything was ready again; `not_back`:
+    what never was."""
 
     fleet: SoakFleet
     rng: random.Random
     kills: list[Kill] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     back: dict[str, list[float]] = field(default_factory=lambda: {role: [] for role in ROLES})
+    not_back: str = ""
 
     async def kill(self, role: str) -> bool:
         """Whether there was one to kill."""
@@ -86,6 +88,8 @@ async def kills(
     try:
         await run.run(seconds, pause)
         await fleet.until_ready()
+    except TimeoutError as error:
+        run.not_back = str(error)
     finally:
         telling.cancel()
     return run
@@ -115,6 +119,7 @@ def shown(run: Soak, found: Account, strangers: list[str], seconds: float) -> di
         "seconds": round(seconds, 1),
         "killed": dict(run.counts),
         "longest_until_all_ready_s": longest,
+        "not_back": run.not_back,
         **found.shown(),
         "processes_left_over": strangers,
     }

@@ -221,8 +221,11 @@ class SoakFleet:
 
     async def strangers(self) -> list[str]:
         """Processes of the fleet that nobody supervises: units or workers that the supervisor doesn't tell
-        of."""
-        status = await self.until_ready()
+        of. Once all units are ready; else what isn't."""
+        try:
+            status = await self.until_ready()
+        except TimeoutError as error:
+            return [str(error)]
         known = {unit.pid for unit in status.units}
         listed = await asyncio.to_thread(self.manager.call, *LISTED)
         units = {f"pagefleet-{unit.role}@{unit.slot}.service" for unit in status.units}

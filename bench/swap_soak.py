@@ -118,7 +118,11 @@ async def swaps(
     try:
         for number in range(1, count + 1):
             await asyncio.sleep(run.rng.random() * 0.5)
-            await run.swap(number)
+            try:
+                await run.swap(number)
+            except TimeoutError as error:  # no other can begin
+                run.reasons.append(f"{number}: {error}")
+                break
             failed = len(load.lost) + len(load.wrong)
             say(f"swap {number}: {run.seconds[-1]:.1f} s, {len(load.whole)} whole, {failed} not")
     finally:
@@ -141,10 +145,10 @@ async def soak(count: int, disturb: float, seed: int, at_a_time: int) -> dict[st
 
 
 def shown(run: Soak, found: Account, strangers: list[str], seconds: float) -> dict[str, Any]:
-    ordered = sorted(run.seconds)
+    ordered = sorted(run.seconds) or [0.0]
     return {
         "seconds": round(seconds, 1),
-        "swaps": len(ordered),
+        "swaps": len(run.seconds),
         "outcomes": dict(run.outcomes),
         "neither_completed_nor_aborted": run.reasons,
         "seconds_per_swap": {

@@ -43,5 +43,6 @@ async def test_only_what_a_killed_process_held_is_lost(manager: UserManager) -> 
         assert set(found.by_kind) == {"short", "long", "stream"}
         assert swapped.reasons == []
         assert sum(swapped.outcomes.values()) == 3
+        assert killed.not_back == ""
         assert set(killed.counts) == set(ROLES)
         assert await fleet.strangers() == []
