@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bench.abort_soak import soak
 
 
-@pytest.mark.timeout(180)
 def test_3000_aborted_streams_leave_nothing_in_gateway_and_worker() -> None:
     result = soak("pagefleet", 3000, 32)
     assert result["clean"], result

@@ -21,8 +21,6 @@ from gateway.fleet.observer import Observer
 from gateway.fleet.versions import entry_of, file_version
 from tests.gateway.swapping import TIMING, Swapping, swapping, users
 
-pytestmark = pytest.mark.timeout(100)
-
 M = "{name: m, aliases: [nick], source: fake/ok, judge: {min_requests: 5}"
 
 

@@ -25,8 +25,6 @@ from tests.gateway.rig import CHAT, Rig, target
 from tests.gateway.test_nginx import Nginx, fleet_of, standalone
 from tests.gateway.test_supervisor import PATIENCE, fleet_file, start
 
-pytestmark = pytest.mark.timeout(150)
-
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODY = {"model": "m", "stream": True, "messages": []}
 

@@ -323,7 +323,6 @@ async def test_a_worker_that_drains_too_early_sends_its_requests_into_the_hold(t
 # --- gateway processes
 
 
-@pytest.mark.timeout(100)
 async def test_recreate_under_load_is_never_seen(tmp_path: Path) -> None:
     """Hold, barrier, the old worker away, a new one: three gateways, and twelve clients that never pause."""
     async with gateways(tmp_path) as (running, rig):

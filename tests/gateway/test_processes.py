@@ -27,8 +27,6 @@ from gateway.cli import main as pagefleet
 from gateway.fleet.statedir import StateDir
 from tests.gateway.rig import Rig, http_post, target, until
 
-pytestmark = pytest.mark.timeout(200)
-
 PROCESSES = 3
 BODY = b'{"model":"m"}'
 Ask = Callable[..., Awaitable[tuple[int, str, bytes]]]

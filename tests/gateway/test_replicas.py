@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from gateway.config import load_fleet
 from gateway.fleet.commands import Commands, Slot
 from gateway.fleet.state import read_routes
 from tests.gateway import fake_worker
 from tests.gateway.test_supervisor import FAST, Running, running
-
-pytestmark = pytest.mark.timeout(120)
 
 FLEET = """
 gateway: {{port: 0, health: {{probe_interval: 100ms, probe_timeout: 2s, fail_timeout: 500ms}}}}

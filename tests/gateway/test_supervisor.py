@@ -38,8 +38,6 @@ from tests.gateway.fake_fleet import FAST, FakeCommands
 FAKE_FLEET = [sys.executable, str(Path(__file__).with_name("fake_fleet.py"))]
 PATIENCE = 60.0  # the machine may be busy
 
-pytestmark = pytest.mark.timeout(150)
-
 
 def fleet_file(tmp_path: Path, *models: str, state_dir: Path | None = None, worker: str = "{}") -> Path:
     path = tmp_path / "fleet.yaml"

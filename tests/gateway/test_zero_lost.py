@@ -22,8 +22,6 @@ from tests.gateway.numbered_load import Load
 from tests.gateway.rig import Rig, target, until
 from tests.gateway.test_processes import Gateways, gateways
 
-pytestmark = pytest.mark.timeout(200)
-
 
 class Swaps:
     """Replaces the model's worker again and again."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 
 from contracts.times import Times
 from gateway.fleet.observer import Observer
@@ -21,8 +20,6 @@ from gateway.fleet.state import Target
 from tests.gateway.numbered_load import Asked, Load
 from tests.gateway.rig import until
 from tests.gateway.test_processes import gateways
-
-pytestmark = pytest.mark.timeout(200)
 
 FAKE = [sys.executable, "-m", "tests.worker.fake_worker", "--model", "fake", "--served-model-name", "m"]
 PATHS = ("/v1/completions", "/generate")
