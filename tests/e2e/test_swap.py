@@ -86,7 +86,8 @@ async def user(fleet: Fleet, name: str, stop: asyncio.Event, served: list[str]) 
 async def test_users_of_a_model_that_is_swapped_notice_nothing(fleet: Fleet) -> None:
     before = fleet.worker()
     assert before["slot"] == "smollm2-0"
-    stop, served = asyncio.Event(), [""][:0]
+    stop = asyncio.Event()
+    served: list[str] = []
     users = [asyncio.create_task(user(fleet, f"user-{n}", stop, served)) for n in range(USERS)]
     steps = ("--steps", "25%,100%", "--hold", "1s")
     done = await asyncio.to_thread(fleet.swap, "start", "smollm2", "--to", str(fleet.model), *steps)
@@ -118,4 +119,5 @@ def test_a_version_that_answers_wrong_changes_nothing(fleet: Fleet) -> None:
         timeout=120,
         trust_env=False,
     )
-    assert (answer.status_code, answer.headers["x-pagefleet-target"]) == (200, "smollm2-alt-0.1")
+    target = f"{before['slot']}.{before['generation']}"
+    assert (answer.status_code, answer.headers["x-pagefleet-target"]) == (200, target)

@@ -1,0 +1,150 @@
+"""Swaps of a model while users are on it: what they notice.
+
+    pagefleet up configs/demo.yaml --detach
+    python -m bench.swap_under_load --model smollm2 --to models/SmolLM2-135M-Instruct.Q4_1.gguf --swaps 3
+
+Users ask one thing after the other, every third a stream. Printed: requests, failures, first tokens before
+and during the swaps, the longest gap inside a stream, and how long each phase of each swap took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.cli.common import ask_supervisor
+from gateway.cli.swap_client import Swaps
+from gateway.fleet.driver.asked import StartRequest
+from gateway.fleet.rollout import Options, Rollout
+from gateway.fleet.statedir import StateDir
+
+WARM_UP = 10.0  # seconds of load before the first swap, to compare with
+
+
+@dataclass
+class Seen:
+    """What all users saw; `firsts`: when and how long until the first byte of a stream."""
+
+    requests: int = 0
+    failures: list[str] = field(default_factory=list)
+    firsts: list[tuple[float, float]] = field(default_factory=list)
+    longest_gap: float = 0.0
+
+
+async def user(client: httpx.AsyncClient, name: str, args: argparse.Namespace, seen: Seen) -> None:
+    for number in itertools.count(1):
+        body: dict[str, Any] = {
+            "model": args.model, "user": name, "max_tokens": args.tokens, "ignore_eos": True,
+            "prompt": f"{name} asks for the {number}. time about the sea.",
+        }  # fmt: skip
+        try:
+            await (stream if number % 3 == 0 else whole)(client, body, seen)
+        except (httpx.HTTPError, AssertionError) as error:
+            seen.failures.append(f"{name} {number}: {error!r}")
+        seen.requests += 1
+
+
+async def whole(client: httpx.AsyncClient, body: dict[str, Any], seen: Seen) -> None:
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text[:200]
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any], seen: Seen) -> None:
+    began = last = time.monotonic()
+    tail = b""
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for piece in answer.aiter_bytes():
+            now = time.monotonic()
+            if last == began:
+                seen.firsts.append((began, now - began))
+            else:
+                seen.longest_gap = max(seen.longest_gap, now - last)
+            last, tail = now, (tail + piece)[-64:]
+    assert tail.rstrip().endswith(b"data: [DONE]"), tail
+
+
+def swap(swaps: Swaps, args: argparse.Namespace) -> Rollout:
+    """One, to its end."""
+    steps = tuple(float(step.rstrip("%")) for step in args.steps.split(","))
+    asked = StartRequest(source=str(Path(args.to).absolute()) if Path(args.to).exists() else args.to,
+                         options=Options(steps=steps, hold=args.hold))  # fmt: skip
+    found = swaps.start(args.model, asked)
+    while found.exit_code is None:
+        found = swaps.next(args.model, found.rollout.revision, 10)
+    return found.rollout
+
+
+def phases(rollout: Rollout) -> dict[str, float]:
+    """Seconds of each phase."""
+    spent: dict[str, float] = {}
+    for entry, following in itertools.pairwise(rollout.log):
+        spent[entry.phase] = round(spent.get(entry.phase, 0.0) + following.at - entry.at, 2)
+    return spent
+
+
+def percentile(times: list[float], share: float) -> float | None:
+    return round(sorted(times)[int(share * (len(times) - 1))], 4) if times else None
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    state = StateDir(Path(args.state_dir))
+    status = ask_supervisor(state, "GET", "/status")
+    assert status is not None, f"no fleet is up in {state.root}"
+    seen, rollouts, spans = Seen(), [], []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=status.url, timeout=600, limits=limits, trust_env=False) as client:
+        users = [asyncio.create_task(user(client, f"user-{n}", args, seen)) for n in range(args.users)]
+        await asyncio.sleep(WARM_UP)
+        for _ in range(args.swaps):
+            began = time.monotonic()
+            rollouts.append(await asyncio.to_thread(swap, Swaps(state), args))
+            spans.append((began, time.monotonic()))
+        await asyncio.sleep(2)
+        for task in users:
+            task.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+    during = [took for at, took in seen.firsts if any(begin <= at <= end for begin, end in spans)]
+    before = [took for at, took in seen.firsts if at < spans[0][0]]
+    return {
+        "users": args.users,
+        "swaps": [{"outcome": one.phase, "cut": one.cut, "seconds": phases(one)} for one in rollouts],
+        "requests": seen.requests,
+        "failures": len(seen.failures),
+        "first_failures": seen.failures[:5],
+        "longest_gap_in_a_stream_s": round(seen.longest_gap, 3),
+        "first_token_s": {
+            when: {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "streams": len(times)}
+            for when, times in (("before", before), ("during", during))
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--to", required=True, help="what it is swapped for, again and again")
+    parser.add_argument("--state-dir", default=".pagefleet")
+    parser.add_argument("--swaps", type=int, default=3)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--steps", default="5%,50%,100%")
+    parser.add_argument("--hold", type=float, default=5.0, help="seconds on each step")
+    parser.add_argument("--output", type=Path, help="where the result is written, as JSON")
+    args = parser.parse_args()
+    result = asyncio.run(measure(args))
+    print(json.dumps(result, indent=1))
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
