@@ -22,7 +22,7 @@ from pathlib import Path
 from contracts.units import format_bytes
 from gateway.config import ENV_PREFIX, FleetFile
 from gateway.fleet.backends.systemd import SOCKET_UNIT, unit_name
-from gateway.fleet.commands import slots_of
+from gateway.fleet.commands import other, slots_for, slugs_of
 from gateway.fleet.errors import FleetError, InvalidFleet
 from gateway.fleet.ledger import HOST, Ledger, Worker
 from gateway.fleet.listen import BACKLOG
@@ -234,8 +234,9 @@ def _check(fleet: FleetFile, options: SystemdOptions, state: StateDir) -> None:
 
 def _check_socket_paths(fleet: FleetFile, state: StateDir) -> None:
     """Elsewhere (see StateDir.place_sockets) would be a directory that a unit's private /tmp doesn't show."""
-    longest = max((slot.name for slot in slots_of(fleet)), key=len)
-    room = MAX_SOCKET_PATH - len(os.fsencode(state.run / f"{longest}-b.99999999.sock"))
+    slugs = slugs_of(fleet.models)
+    names = [slot.name for entry in fleet.models for slot in slots_for(entry, slugs[entry.name], other(""))]
+    room = MAX_SOCKET_PATH - len(os.fsencode(state.run / f"{max(names, key=len)}.99999999.sock"))
     if room < 0:
         raise InvalidFleet(
             f"supervisor.state_dir {state.root} is {-room} bytes too long for Unix sockets below it"

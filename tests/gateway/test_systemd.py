@@ -75,7 +75,7 @@ class Fleet:
         source = f"random:{self.folder / 'config.json'}"
         worker = {"device": "cpu", "kv_cache_memory_bytes": "4MiB"}
         content: dict[str, Any] = {
-            "gateway": {"port": self.port, "processes": 2, "usage": False, **gateway},
+            "gateway": {"port": self.port, "usage": False, **gateway},
             "supervisor": {
                 "backend": "systemd",
                 "state_dir": str(self.state.root),
@@ -98,7 +98,7 @@ class Fleet:
         self.manager.call("daemon-reload")
 
     def status(self) -> FleetStatus | None:
-        transport = httpx.HTTPTransport(uds=str(self.state.admin_socket))
+        transport = httpx.HTTPTransport(uds=str(self.state.admin_socket), verify=False)
         with httpx.Client(transport=transport, base_url="http://supervisor", timeout=10) as client:
             try:
                 return msgspec.json.decode(client.get("/status").content, type=FleetStatus)
@@ -130,7 +130,7 @@ class Fleet:
         deadline = time.monotonic() + PATIENCE
         while not (value := condition()):
             assert time.monotonic() < deadline, self.account()
-            time.sleep(0.05)
+            time.sleep(0.1)
         return value
 
     def account(self) -> str:
@@ -155,7 +155,7 @@ class Fleet:
 
     def ask(self, model: str, tokens: int = 3, **options: Any) -> httpx.Response:
         body = {"model": model, "prompt": "x", "max_tokens": tokens, **options}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, verify=False)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def load(fleet: Fleet, *models: str) -> Iterator[Counter[str]]:
 
     def ask() -> None:
         number = 0
-        with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        with httpx.Client(base_url=fleet.url, timeout=60, verify=False) as client:
             while not over.is_set():
                 number += 1
                 stream = number % 2 == 0
@@ -221,7 +221,8 @@ def streams(fleet: Fleet, generation: int) -> Iterator[list[httpx.Response]]:
     ]
     for client in clients:
         client.start()
-    transport = httpx.HTTPTransport(uds=str(fleet.state.run / f"a-0.{generation}.sock"))
+    path = fleet.state.run / f"a-0.{generation}.sock"
+    transport = httpx.HTTPTransport(uds=str(path), verify=False)
     with httpx.Client(transport=transport, base_url="http://worker", timeout=20) as worker:
         fleet.until(lambda: worker.get("/health").json()["inflight"] == 2)
     yield answers
@@ -241,7 +242,7 @@ def pids(units: dict[str, UnitStatus]) -> dict[str, int | None]:
 
 def test_the_supervisor_may_be_killed_or_replaced_under_load(fleet: Fleet) -> None:
     before = fleet.until_ready()
-    assert set(before) == {"gateway0", "gateway1", "a-0", "b-0"}
+    assert set(before) == {"gateway", "a-0", "b-0"}
     assert fleet.manager.pid("pagefleet-worker@a-0.service") == before["a-0"].pid
     epoch = read_routes(fleet.state.routes).epoch
     with load(fleet, "a", "b") as outcomes:
@@ -249,7 +250,7 @@ def test_the_supervisor_may_be_killed_or_replaced_under_load(fleet: Fleet) -> No
             status = fleet.status()
             assert status is not None
             fleet.manager.call(*end.split(), "pagefleet-supervisor.service")
-            fleet.until(lambda old=status: (new := fleet.status()) and new.supervisor != old.supervisor)
+            fleet.until(lambda old=status: (now := fleet.status()) and now.supervisor != old.supervisor)
             assert pids(fleet.until_ready()) == pids(before)
             seen = outcomes["whole"]
             fleet.until(lambda seen=seen: outcomes["whole"] > seen + 4)
@@ -276,7 +277,7 @@ def test_what_dies_comes_back_also_what_died_without_a_supervisor(fleet: Fleet) 
     assert pids(after)["b-0"] == pids(before)["b-0"]
 
     fleet.manager.call("stop", "pagefleet-supervisor.service")
-    for slot in ("a-0", "gateway0", "gateway1"):
+    for slot in ("a-0", "gateway"):
         os.kill(after[slot].pid or 0, signal.SIGKILL)
     waiting: list[int] = []
     client = threading.Thread(target=lambda: waiting.append(fleet.ask("b").status_code))
@@ -284,7 +285,7 @@ def test_what_dies_comes_back_also_what_died_without_a_supervisor(fleet: Fleet) 
     time.sleep(0.3)
     assert waiting == []
     fleet.manager.call("start", "pagefleet-supervisor.service")
-    last = fleet.until_ready(a_0=after["a-0"].generation + 1, gateway0=2, gateway1=2)
+    last = fleet.until_ready(a_0=after["a-0"].generation + 1, gateway=2)
     client.join()
     assert waiting == [200]
     assert last["b-0"].pid == before["b-0"].pid
@@ -323,10 +324,9 @@ def test_another_fleet_file_ends_what_it_does_not_want_and_keeps_the_rest(fleet:
     fleet.write("a", "c", aliases=["nick"], queue={"size": 7})
     with load(fleet, "a") as outcomes:
         fleet.manager.call("start", "pagefleet-supervisor.service")
-        gateways = {slot: before[slot].generation + 1 for slot in ("gateway0", "gateway1")}
-        after = fleet.until_ready(**gateways)
+        after = fleet.until_ready(gateway=before["gateway"].generation + 1)
     assert list(outcomes) == ["whole"]
-    assert set(after) == {"gateway0", "gateway1", "a-0", "c-0"}
+    assert set(after) == {"gateway", "a-0", "c-0"}
     assert after["a-0"].pid == before["a-0"].pid
     fleet.until(lambda: not psutil.pid_exists(before["b-0"].pid or 0))
     assert {name: fleet.ask(name).status_code for name in ("a", "nick", "b", "c")} == {
@@ -343,20 +343,20 @@ def test_a_swap_goes_on_after_the_supervisor_was_killed_and_loses_nothing(fleet:
         begun = fleet.pagefleet("swap", "start", "c", *source, *options)
         assert begun.returncode == 0, begun.stderr
         fleet.until(lambda: any(rollout.terminal or rollout.standby_bp for rollout in fleet.rollouts()))
-        standby = fleet.units().get("c-alt-0")
-        assert standby is not None, fleet.account()
+        new = [unit for unit in fleet.units().values() if unit.variant]
+        assert len(new) == 1, fleet.account()
         status = fleet.status()
         assert status is not None
         fleet.manager.call("kill", "--signal=SIGKILL", "pagefleet-supervisor.service")
-        fleet.until(lambda: (new := fleet.status()) and new.supervisor != status.supervisor)
+        fleet.until(lambda: (now := fleet.status()) and now.supervisor != status.supervisor)
         fleet.until(lambda: any(rollout.terminal for rollout in fleet.rollouts()))
         assert [rollout.phase for rollout in fleet.rollouts()] == ["completed"], fleet.account()
         after = fleet.until_ready()
         seen = outcomes["whole"]
         fleet.until(lambda: outcomes["whole"] > seen + 4)
     assert list(outcomes) == ["whole"]
-    assert set(after) == {"gateway0", "gateway1", "a-0", "c-alt-0"}
-    assert after["c-alt-0"].pid == standby.pid
+    assert set(after) == {"gateway", "a-0", new[0].slot}
+    assert after[new[0].slot].pid == new[0].pid
     assert not psutil.pid_exists(before["c-0"].pid or 0)
 
 
@@ -371,6 +371,7 @@ def test_stopping_the_target_lets_requests_end_and_leaves_nothing(fleet: Fleet) 
 
 
 def test_down_ends_everything_also_what_a_supervisor_has_left(fleet: Fleet) -> None:
+    fleet.write("a")
     for unit_that_ends in (None, "pagefleet-supervisor.service"):
         fleet.manager.call("start", "pagefleet.target")
         units = fleet.until_ready()
