@@ -280,11 +280,11 @@ def _show_plan(plan: Plan) -> None:
         click.echo(f"{worker.slot} on {worker.place}: {size}")
     for place in plan.places:
         with_both = f"{format_bytes(place.taken)} of {format_bytes(place.total)}"
-        click.echo(f"{place.name}, both versions together: {with_both}")
+        click.echo(f"{place.name}, with it: {with_both}")
     if plan.unknown:
         click.echo(f"unknown: {plan.unknown}", err=True)
-    if plan.misfit:
-        click.echo(f"doesn't fit: {plan.misfit}", err=True)
+    if plan.misfit or plan.problem:
+        click.echo(f"doesn't fit: {plan.problem or plan.misfit}", err=True)
 
 
 def _history(records: list[Record]) -> Table:

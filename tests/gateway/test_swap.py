@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
@@ -231,8 +232,8 @@ async def test_a_long_stream_is_waited_for_up_to_the_drain_limit(tmp_path: Path)
 def model_config(path: Path, layers: int, width: int) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
-        "intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "vocab_size": 256, "max_position_embeddings": 256,
+        "intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": width // 64,
+        "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     }  # fmt: skip
     path.write_text(json.dumps(config))
@@ -254,7 +255,11 @@ async def test_two_that_do_not_fit_together_are_refused_before_anything_starts(t
             await fleet.rollouts.start("m", asked("huge"))
         assert refused.value.exit_code == 5
         assert fleet.slots() == {"m-0": "ready"}
-        assert (await fleet.rollouts.plan("m", asked("small"))).misfit is None
+        alone = msgspec.structs.replace(asked("huge"), options=Options(strategy="recreate"))
+        with pytest.raises(SwapError, match=r"host: .*m-alt-0 take .* too much") as refused:
+            await fleet.rollouts.start("m", alone)  # it would not fit by itself either
+        assert (refused.value.exit_code, "--strategy" in str(refused.value)) == (5, False)
+        assert (await fleet.rollouts.plan("m", asked("small"))).exit_code == 0
 
 
 @pytest.mark.parametrize(

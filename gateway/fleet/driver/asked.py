@@ -43,7 +43,8 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout would do: the answer of a dry run. `changes`: option → (now, then); `misfit`: why both
-    versions don't fit together; `places`: memory with both of them; `seconds`: of the whole, when requests in
+    versions don't fit together; `problem`: why the new one doesn't by itself; `places`: memory with all that
+    run at a time; `seconds`: of the whole, when requests in
     flight end at once; None while nothing is known of how long a start takes."""
 
     model: str
@@ -54,12 +55,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Worker, ...]
     places: tuple[Place, ...]
     misfit: str | None
+    problem: str | None
     unknown: str | None
     seconds: float | None
 
     @property
     def exit_code(self) -> int:
-        return EXIT_MISFIT if self.misfit and self.options.strategy == "canary" else 0
+        return EXIT_MISFIT if self.misfit or self.problem else 0
 
 
 def new_version(entry: ModelEntry, old: Version, asked: StartRequest) -> Version:

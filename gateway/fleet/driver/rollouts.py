@@ -280,7 +280,9 @@ class Rollouts:
 
     async def _plan(self, model: _Model, old: Version, new: Version, asked: StartRequest) -> Plan:
         standby = model.slots(new, other(model.variant))
-        ledger = await asyncio.to_thread(self._ledger, standby)
+        alone = asked.options.strategy == "recreate"
+        beside = [name for name in self._models if not (alone and name == model.entry.name)]
+        ledger = await asyncio.to_thread(self._ledger, beside, standby)
         names = {slot.name for slot in standby}
         workers = tuple(worker for worker in ledger.workers if worker.slot in names)
         return Plan(
@@ -291,14 +293,15 @@ class Rollouts:
             options=asked.options,
             workers=workers,
             places=ledger.places,
-            misfit=_misfit(ledger, names),
+            misfit=None if alone else _misfit(ledger, names),
+            problem=_problem(ledger, names) or (_misfit(ledger, names) if alone else None),
             unknown=next((worker.unknown for worker in workers if worker.unknown), None),
             seconds=expected_seconds(self._took.get(model.entry.name), asked.options),
         )
 
-    def _ledger(self, standby: Iterable[Slot]) -> Ledger:
-        """All workers that run, and the standby's beside them."""
-        running = [slot for model in self._models for slot in self._site.workers.slots(model)]
+    def _ledger(self, beside: Iterable[str], standby: Iterable[Slot]) -> Ledger:
+        """The workers of some models, and the standby's beside them."""
+        running = [slot for model in beside for slot in self._site.workers.slots(model)]
         try:
             return make_ledger(self._fleet, this_machine(), [*running, *standby])
         except FleetError as error:
@@ -313,6 +316,8 @@ class Rollouts:
             if isinstance(refused, Refusal):  # before the ledger is asked, which takes a while
                 raise SwapError.of(refused)
             plan = await self._plan(model, model.version, new, asked)
+            if plan.problem:
+                raise SwapError(plan.problem, plan.exit_code)
             start = e.Start(
                 id=_new_id(),
                 model=model.entry.name,
@@ -408,14 +413,17 @@ def _probe_of(model: _Model, new: Version, asked: StartRequest) -> e.Start:
     return e.Start(id="-", model=model.entry.name, old=model.version, new=new, options=asked.options)
 
 
+def _problem(ledger: Ledger, standby: set[str]) -> str | None:
+    """Why the standby can't run by itself."""
+    mine = [worker for worker in ledger.workers if worker.slot in standby and worker.problem]
+    return "; ".join(f"{worker.slot}: {worker.problem}" for worker in mine) or None
+
+
 def _misfit(ledger: Ledger, standby: set[str]) -> str | None:
-    """Why the standby doesn't fit beside what runs, in the ledger's words."""
-    mine = [worker for worker in ledger.workers if worker.slot in standby]
+    """Why the standby doesn't fit beside what else is in the ledger, in its words."""
     full = {place.name for place in ledger.places if place.left < 0}
-    reasons = [f"{worker.slot}: {worker.problem}" for worker in mine if worker.problem]
-    places = {worker.place for worker in mine} & full
-    reasons += [problem for problem in ledger.problems if problem.partition(":")[0] in places]
-    return "; ".join(reasons) or None
+    places = {worker.place for worker in ledger.workers if worker.slot in standby} & full
+    return "; ".join(one for one in ledger.problems if one.partition(":")[0] in places) or None
 
 
 def _new_id() -> str:
