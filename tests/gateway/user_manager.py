@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ PROGRAM = Path("/lib/systemd/systemd")
 BOOTED = Path("/run/systemd/system")  # without it systemd refuses to be anybody's manager
 CGROUPS = Path("/sys/fs/cgroup")
 PATIENCE = 120.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 class UserManager:
@@ -126,6 +129,7 @@ def _own_groups(name: str) -> list[Path]:
 
 def _enter(groups: list[Path]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a run that is killed leaves nothing
     for group in groups:
         with contextlib.suppress(OSError):
             (group / "cgroup.procs").write_text(str(os.getpid()))
