@@ -148,8 +148,11 @@ class SoakFleet:
         def is_over() -> bool:
             with contextlib.suppress(SwapRefused):
                 status = self.swaps.status(model)
+                while status.exit_code is None:
+                    found[:] = [status.rollout]
+                    status = self.swaps.next(model, status.rollout.revision, 10.0)
                 found[:] = [status.rollout]
-                return status.exit_code is not None
+                return True
             return False
 
         try:
