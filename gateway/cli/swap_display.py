@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json
         self._console = make_console()
-        self._said = 0.0  # the time of the last line of its log that was shown
+        self._said: Entry | None = None  # the last line of its log that was shown
         self._live: Live | None = None
         if self._console.is_terminal and not as_json:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -64,10 +64,9 @@ class Watch:
         elif self._live is not None:
             self._live.update(page(found.rollout), refresh=True)
         else:
-            for entry in found.rollout.log:
-                if entry.at > self._said:
-                    click.echo(log_line(found.rollout, entry))
-                    self._said = entry.at
+            for entry in _after(self._said, found.rollout.log):
+                click.echo(log_line(found.rollout, entry))
+                self._said = entry
 
     def close(self) -> None:
         if self._live is not None:
@@ -78,6 +77,11 @@ def log_line(rollout: Rollout, entry: Entry) -> str:
     """One transition of a rollout."""
     clock = time.strftime("%H:%M:%S", time.localtime(entry.at))
     return f"{clock} {rollout.model}: {entry.phase}: {entry.what}"
+
+
+def _after(last: Entry | None, log: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """What came after a line; all when that is no longer in the log."""
+    return log[log.index(last) + 1 :] if last in log else log
 
 
 def page(rollout: Rollout) -> RenderableType:
