@@ -37,6 +37,7 @@ from tests.gateway.user_manager import user_manager
 GATEWAYS = 3
 AT_A_TIME = 50
 MODEL = "m"
+KINDS = ("canary", "recreate", "abort")
 STEPS = ((5.0, 25.0, 100.0), (50.0, 100.0), (100.0,))
 PAUSES = (0.1, 0.3, 3.5)  # seconds; the last is longer than anybody waits for a gateway's sign of life
 
@@ -50,6 +51,7 @@ class Soak:
     disturb: float
     kills: list[Kill] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -57,7 +59,8 @@ class Soak:
     async def swap(self, number: int) -> None:
         """One to its end, whoever dies meanwhile."""
         rng = self.rng
-        kind = rng.choices(("canary", "recreate", "abort"), (8, 1, 1))[0]
+        # Each once at first, so that also a short run has seen them all.
+        kind = KINDS[number - 1] if number <= len(KINDS) else rng.choices(KINDS, (8, 1, 1))[0]
         options = Options(
             strategy="recreate" if kind == "recreate" else "canary",
             steps=rng.choice(STEPS),
@@ -75,10 +78,11 @@ class Soak:
         self.outcomes[rollout.outcome or "none"] += 1
         if rollout.outcome not in ("completed", "aborted"):
             self.reasons.append(f"{number}, {rollout.outcome}: {rollout.reason}")
-        self.counts[f"{options.strategy} swaps"] += 1
+        self.kinds[kind] += 1
 
     async def disturbances(self) -> None:
-        """For ever: most are pauses of a gateway, some the end of a supervisor, a few that of a gateway."""
+        """For ever: each kind once, then mostly pauses of a gateway, at times a supervisor's end, and a few of
+        gateways'."""
         ways: tuple[Callable[[], Awaitable[None]], ...] = (
             self._pause,
             self._kill_supervisor,
@@ -87,7 +91,6 @@ class Soak:
         turn = 0
         while True:
             await asyncio.sleep(self.rng.random() * 2 * self.disturb)
-            # Each once at first, so that also a short run has seen them all.
             await (ways[turn] if turn < len(ways) else self.rng.choices(ways, (6, 2, 1))[0])()
             turn += 1
 
@@ -149,6 +152,7 @@ def shown(run: Soak, found: Account, strangers: list[str], seconds: float) -> di
     return {
         "seconds": round(seconds, 1),
         "swaps": len(run.seconds),
+        "of_which": dict(run.kinds),
         "outcomes": dict(run.outcomes),
         "neither_completed_nor_aborted": run.reasons,
         "seconds_per_swap": {

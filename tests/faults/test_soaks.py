@@ -15,7 +15,7 @@ from bench.swap_soak import swaps
 from tests.gateway.numbered_load import Load
 from tests.gateway.user_manager import UserManager, user_manager
 
-pytestmark = [pytest.mark.systemd, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.systemd
 
 HELD_BY_A_WORKER = {"stream_interrupted", "worker_failed", "IncompleteReadError"}
 

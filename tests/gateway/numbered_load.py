@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -114,7 +115,7 @@ class Load:
                 head = await reader.readuntil(b"\r\n\r\n")
                 one.first = time.monotonic()
                 target = _TARGET.search(head)
-                one.target = target[1].decode() if target is not None else ""
+                one.target = sys.intern(target[1].decode()) if target is not None else ""
                 answer = await _body(reader, head)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             one.ended, one.why = time.monotonic(), repr(error)
