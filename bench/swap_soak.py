@@ -81,8 +81,8 @@ class Soak:
         self.kinds[kind] += 1
 
     async def disturbances(self) -> None:
-        """For ever: each kind once, then mostly pauses of a gateway, at times a supervisor's end, and a few of
-        gateways'."""
+        """For ever: each kind once, then mostly pauses of a gateway, at times the end of a supervisor or
+        gateway."""
         ways: tuple[Callable[[], Awaitable[None]], ...] = (
             self._pause,
             self._kill_supervisor,
