@@ -61,6 +61,9 @@ class Soak:
         self.counts[role] += 1
         return True
 
+    async def until_back(self) -> None:
+        await self.fleet.until_ready(gone=[kill.target for kill in self.kills])
+
     async def run(self, seconds: float, pause: float) -> None:
         """Half of the kills come while the last one's victim isn't back yet. Each role is killed once at
         first, so that also a short run has seen them all."""
@@ -74,7 +77,7 @@ class Soak:
                 continue
             turn += 1
             if self.rng.random() < 0.5:
-                await self.fleet.until_ready()
+                await self.until_back()
                 self.back[role].append(time.monotonic() - at)
 
 
@@ -87,7 +90,7 @@ async def kills(
     telling = asyncio.create_task(_tell(run, load, say))
     try:
         await run.run(seconds, pause)
-        await fleet.until_ready()
+        await run.until_back()
     except TimeoutError as error:
         run.not_back = str(error)
     finally:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,7 @@ class SoakFleet:
     def _write(self, file: Path, models: dict[str, int]) -> None:
         judge = {"min_requests": 5}
         content: dict[str, Any] = {
-            "gateway": {
-                "port": self.port,
-                "processes": len(self.slots),
-                "usage": False,
-            },
+            "gateway": {"port": self.port, "processes": len(self.slots), "usage": False},
             "supervisor": {"backend": "systemd", "state_dir": str(self.state.root), "drain_timeout": "30s"},
             "models": [
                 {"name": name, "source": "fake/one", "replicas": replicas, "judge": judge}
@@ -115,16 +111,19 @@ class SoakFleet:
     async def status(self) -> FleetStatus | None:
         return await asyncio.to_thread(ask_supervisor, self.state, "GET", "/status")
 
-    async def until_ready(self) -> FleetStatus:
-        """All units, and every gateway with fresh signs of life. Raises TimeoutError with what isn't."""
+    async def until_ready(self, gone: Collection[str] = ()) -> FleetStatus:
+        """All units, none of them one of `gone` ("slot.generation"), and every gateway with fresh signs of
+        life. Raises TimeoutError with what isn't."""
         status: FleetStatus | None = None
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             status = await self.status()
             alive = [board.read() for board in self._boards.values()]
-            is_live = all(reading is not None and reading.alive for reading in alive)
-            if is_live and status is not None and all(unit.state == "ready" for unit in status.units):
-                return status
+            if status is not None and all(reading is not None and reading.alive for reading in alive):
+                ready = [unit for unit in status.units if unit.state == "ready"]
+                targets = {f"{unit.slot}.{unit.generation}" for unit in ready}
+                if ready and len(ready) == len(status.units) and targets.isdisjoint(gone):
+                    return status
             await asyncio.sleep(0.05)
         raise TimeoutError(f"not ready after {PATIENCE:g} s: {status}")
 

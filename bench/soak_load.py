@@ -121,9 +121,9 @@ def account(load: Load, kills: Iterable[Kill], worked: Path) -> Account:
 
 
 def worked_on(folder: Path) -> dict[int, list[str]]:
-    """Which workers worked on each request, killed ones included; the first to be started first."""
+    """Which workers worked on each request, killed ones included; who wrote last is last."""
     found: dict[int, list[str]] = {}
-    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_ctime_ns):
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         data = path.read_bytes()
         for (number,) in NUMBER.iter_unpack(data[: len(data) // NUMBER.size * NUMBER.size]):
             found.setdefault(number, []).append(path.name)
