@@ -64,7 +64,7 @@ class Soak:
         options = Options(
             strategy="recreate" if kind == "recreate" else "canary",
             steps=rng.choice(STEPS),
-            hold=rng.random() * 0.5,
+            hold=rng.random() * (3.0 if kind == "abort" else 0.5),
         )
         request = StartRequest(source=f"fake/version{number}", options=options)
         began = time.monotonic()
