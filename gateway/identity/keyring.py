@@ -1,8 +1,9 @@
 """A gateway's view of the keys: all of them in memory, never older than `POLL_EVERY` when one is asked for.
 
 A look-up that comes later than that after the last look at the file looks first. So changes need no task in
-the background to be seen, and the cost is one `stat` and one `PRAGMA data_version` per interval. What isn't a
-key is never stored: garbage makes nothing grow.
+the background to be seen, and the cost is one `stat` and one `PRAGMA data_version` per interval. A key that
+isn't known is looked for at once: a new one counts from its first request on. What isn't a key is never
+stored: garbage makes nothing grow.
 """
 
 from __future__ import annotations
@@ -63,12 +64,15 @@ class KeyRing:
         """The key with that id, also a revoked or expired one. ApiError 503 when the file could not be read
         for `UNREADABLE_LIMIT` seconds."""
         now = time.monotonic()
-        if now - self._looked_at >= POLL_EVERY:
+        entry = self._entries.get(key_id)
+        is_new = entry is None and self._failing_since is None
+        if is_new or now - self._looked_at >= POLL_EVERY:
             self._looked_at = now
             self._try_to_look(now)
+            entry = self._entries.get(key_id)
         if self._failing_since is not None and now - self._failing_since >= UNREADABLE_LIMIT:
             raise keys_unavailable()
-        return self._entries.get(key_id)
+        return entry
 
     def close(self) -> None:
         if self._store is not None:

@@ -123,10 +123,13 @@ def test_chat_status_and_logs(fleet: Fleet) -> None:
     assert "capital" not in logs.stdout  # prompts are not logged
 
 
-def test_a_second_fleet_in_its_place_or_on_its_port_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+def test_up_again_changes_nothing_and_another_fleet_on_its_port_is_refused(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    pids = {unit["slot"]: unit["pid"] for unit in fleet.status()["units"]}
     second = fleet.command("up", str(fleet.file))
-    assert second.returncode == 6
-    assert f"supervisor is process {fleet.process.pid}" in second.stderr
+    assert (second.returncode, "nothing to change" in second.stdout + second.stderr) == (0, True)
+    assert {unit["slot"]: unit["pid"] for unit in fleet.status()["units"]} == pids
     port = fleet.url.rpartition(":")[2]
     other = tmp_path / "other.yaml"
     other.write_text(fleet.file.read_text().replace("port: 0", f"port: {port}").replace("/state", "/other"))

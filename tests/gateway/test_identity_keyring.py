@@ -66,13 +66,19 @@ def test_changes_are_seen_by_the_next_request_after_the_interval(store: KeyStore
     assert repr(entry.digest) not in repr(entry)
 
 
-def test_within_the_interval_nothing_is_looked_at(store: KeyStore, ring: KeyRing, monkeypatch) -> None:
+def test_within_the_interval_only_a_key_that_is_not_known_is_looked_for(
+    store: KeyStore, ring: KeyRing, monkeypatch
+) -> None:
+    monkeypatch.setattr(keyring.time, "monotonic", lambda: ring._looked_at + POLL_EVERY / 2)
+    known = store.create("alice")[0].id.encode()
+    assert ring.find(known) is not None  # as soon as it was made
     looks = []
     monkeypatch.setattr(ring, "_look", lambda: looks.append(1))
-    monkeypatch.setattr(keyring.time, "monotonic", lambda: ring._looked_at + POLL_EVERY / 2)
     for _ in range(1000):
-        ring.find(b"x")
+        ring.find(known)
     assert looks == []
+    ring.find(b"x")
+    assert looks == [1]
 
 
 def test_unknown_ids_make_nothing_grow(store: KeyStore, ring: KeyRing) -> None:
