@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from gateway.config import Judge, ModelEntry
+from gateway.fleet.driver import driver as driving
 from gateway.fleet.driver.measure import Sample, since, verdict_on
 from gateway.fleet.driver.proof import matches
 from gateway.fleet.driver.records import Records
@@ -16,6 +17,7 @@ from gateway.fleet.driver.redis_watch import watch
 from gateway.fleet.driver.survival import primary_runs, standby_runs, standby_was_there
 from gateway.fleet.judge import Window
 from gateway.fleet.rollout import Options, Rollout, Version, record_of
+from gateway.fleet.rollout import events as e
 from gateway.fleet.versions import Running, Versions, file_version
 from tests.gateway.redis_server import RedisServer
 
@@ -190,3 +192,35 @@ async def test_redis_is_watched(tmp_path: Path) -> None:
                     await asyncio.sleep(0.05)
     finally:
         server.kill()
+
+
+class _Idle:
+    """Hands that do nothing."""
+
+    async def carry_out(self, rollout: Rollout, actions: object) -> None: ...
+
+
+async def test_time_passes_however_much_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost gateways, time limits and a full disk are seen to on ticks; facts must not keep them away."""
+    monkeypatch.setattr(driving, "TICK", 0.05)
+    looks = 0
+
+    def living() -> frozenset[str]:
+        nonlocal looks
+        looks += 1
+        return frozenset()
+
+    old, new = Version(source="old"), Version(source="new")
+    rollout = Rollout(id="r", model="m", old=old, new=new, options=Options(), started=0.0, phase="judging")
+    driver = driving.Driver(rollout, lambda made: _Idle(), Records(tmp_path), lambda ended: None, living)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(driver.run())
+
+    async def chatter() -> None:
+        while looks < 3:
+            driver.report(e.Applied(rollout_id="r", change=99))  # stale
+            await asyncio.sleep(0.005)
+
+    try:
+        await asyncio.wait_for(chatter(), 20)
+    finally:
+        running.cancel()

@@ -75,15 +75,20 @@ class Driver:
 
     async def run(self) -> None:
         """Until it is over and nothing of it remains to be done."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + TICK
         try:
             while not self.over.is_set():
+                if loop.time() >= due:  # however much happens
+                    due = loop.time() + TICK
+                    self._tick()
+                    continue
                 try:
-                    async with asyncio.timeout(TICK):
+                    async with asyncio.timeout_at(due):
                         happened = await self._inbox.get()
                 except TimeoutError:
-                    self._tick()
-                else:
-                    self._take(*fact(self.rollout, happened, time.time()))
+                    continue
+                self._take(*fact(self.rollout, happened, time.time()))
         finally:
             await self._drop_work()
 
