@@ -16,13 +16,14 @@ from gateway.accounting import UsageCollector
 from gateway.admission import Admission, Limits
 from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
 from gateway.board import CONFIG, Board, Peer
+from gateway.call import Means, ProxySettings
 from gateway.config import FleetFile
 from gateway.health import HealthSettings
 from gateway.identity.authenticator import Authenticator
 from gateway.inbound import read_head
 from gateway.metrics import Metrics
 from gateway.prober import Prober
-from gateway.proxy import Proxy, ProxySettings
+from gateway.proxy import Proxy
 from gateway.reload import Reload
 from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
@@ -93,17 +94,10 @@ class Gateway:
         self.admission = Admission(limits, self.metrics)
         self.usage = UsageCollector(self.upstream)
         self.recorder = open_recorder(settings, state_dir, self.metrics)
-        self.proxy = Proxy(
-            self.router,
-            self.upstream,
-            self.metrics,
-            settings,
-            auth,
-            self.admission,
-            self.usage,
-            self.recorder,
-            tracer,
+        self.means = Means(
+            self.router, self.upstream, self.metrics, settings, self.admission, self.usage, self.recorder
         )
+        self.proxy = Proxy(self.means, auth, tracer)
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
         self._models = openai.ModelRoutes(self.router, auth)
         self._proxied = {path: path.encode() for path in (*openai.PROXIED, *native.PROXIED)}
@@ -126,7 +120,7 @@ class Gateway:
             self.router.configure({entry.name: entry.aliases for entry in fleet.models})
             limits = {entry.name: entry.limits for entry in fleet.models}
             self.admission.configure(fleet.gateway.limits.default, limits)
-            self.proxy.settings = fleet.gateway
+            self.means.settings = fleet.gateway
             applied[0] = digest
 
         self._background.append(Reload(fleet_file, use).run)

@@ -30,9 +30,11 @@ LINGER_SECONDS = 2.0
 LAST_CALL_SECONDS = 1.0  # for idle connections of a process that ends
 LAST_LOOK_SECONDS = 0.05
 PIPELINE_LIMIT = 8
+BODY_SECONDS = 60.0  # in which a body may come as slowly as its client likes
+SLOWEST_BODY = 1024  # bytes a second, after that and on average
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
-_FRAMING = frozenset((b"expect", b"transfer-encoding"))
+_FRAMING = frozenset((b"expect", b"host", b"transfer-encoding"))
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
@@ -82,6 +84,8 @@ class ClientProtocol(asyncio.Protocol):
         self._piece_size = 0
         self._body_moved = False  # in the piece that is parsed
         self._framing_size = 0  # of the pieces since the body last moved: chunk extensions, trailers
+        self._body_size = 0  # of the pieces that hold it
+        self._body_since = 0.0  # loop time since which they are waited for; 0: none has come yet
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._due = math.inf  # loop time at which something must have come
@@ -136,7 +140,7 @@ class ClientProtocol(asyncio.Protocol):
             if self._framing_size > MAX_HEAD:
                 self._refuse(errors.headers_too_large(MAX_HEAD))
                 return
-            self._expect_within(self._silence)
+            self._expect_body(len(data))
         elif self._asked or not self._serving:
             if not self._head_size:
                 self._expect_within(HEAD_SECONDS)
@@ -149,7 +153,8 @@ class ClientProtocol(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._asked = self._head_open = True
         self._looked = False
-        self._head_size = self._framing_size = 0
+        self._head_size = self._framing_size = self._body_size = self._hosts = 0
+        self._body_since = 0.0
         self._url = b""
         self._headers: Headers = []
         self._expects_continue = self._odd_coding = False
@@ -163,7 +168,9 @@ class ClientProtocol(asyncio.Protocol):
         name = name.lower()
         self._headers.append((name, value))
         if name in _FRAMING:
-            if name == b"expect":
+            if name == b"host":
+                self._hosts += 1
+            elif name == b"expect":
                 self._expects_continue = value.lower() == b"100-continue"
             elif value.lower() != b"chunked":
                 # The parser takes nothing else off: `gzip, chunked` would be passed on as if it were JSON.
@@ -180,6 +187,8 @@ class ClientProtocol(asyncio.Protocol):
         version = parser.get_http_version()
         if self._odd_coding or version not in ("1.1", "1.0"):
             raise ValueError("not what this server speaks")
+        if self._hosts > 1 or (not self._hosts and version == "1.1"):  # RFC 9112, 3.2
+            raise ValueError("not one host")
         self._head_open = False
         keep_alive = version == "1.1" and parser.should_keep_alive() and not self._leaving
         expects_continue = self._expects_continue and version == "1.1"
@@ -320,14 +329,27 @@ class ClientProtocol(asyncio.Protocol):
     def _resume_reading(self) -> None:
         if self._read_paused and not self._transport.is_closing():
             self._read_paused = False
+            self._body_since = 0.0  # what the client could not send meanwhile isn't its fault
             self._transport.resume_reading()
 
     # --- time limits, refusals
 
     def _expect_within(self, seconds: float) -> None:
+        self._expect_until(self.loop.time() + seconds)
+
+    def _expect_body(self, size: int) -> None:
+        """A piece of the body came, and more must: soon, and all of it at a rate, or a client could keep this
+        up for as long as it likes."""
+        now = self.loop.time()
+        self._body_since = self._body_since or now
+        self._body_size += size
+        most = self._body_since + BODY_SECONDS + self._body_size / SLOWEST_BODY
+        self._expect_until(min(now + self._silence, most))
+
+    def _expect_until(self, due: float) -> None:
         """Something must come until then. One timer outlives many requests: it looks again when it was set
         too early."""
-        self._due = self.loop.time() + seconds
+        self._due = due
         if self._timer is not None and self._timer_at <= self._due:
             return
         if self._timer is not None:
@@ -347,12 +369,19 @@ class ClientProtocol(asyncio.Protocol):
         elif self._read_paused or (self._serving and (self._head_open or self._latest is not self._running)):
             self._expect_within(self._silence)  # what is missing isn't the client's fault, or nobody's loss
         elif self._asked:
-            self._refuse(errors.request_timeout(HEAD_SECONDS if self._head_open else self._silence))
+            self._refuse(self._too_late())
         elif self._looked:
             self._transport.close()
         else:  # what the client sent meanwhile may lie in the socket of a loop that was busy
             self._looked = True
             self._expect_within(LAST_LOOK_SECONDS)
+
+    def _too_late(self) -> ApiError:
+        if self._head_open:
+            return errors.request_timeout(HEAD_SECONDS)
+        if self._body_since and self.loop.time() - self._body_since > BODY_SECONDS:
+            return errors.body_too_slow(SLOWEST_BODY)
+        return errors.request_timeout(self._silence)
 
     def _refuse(self, error: ApiError) -> None:
         """Says why and takes nothing more; a client that still sends has a moment to read it."""

@@ -41,11 +41,12 @@ class Timeouts(Protocol):
 
 
 class UpstreamError(Exception):
-    """The exchange failed. `untouched`: the worker can't have begun on it, so it may be sent again."""
+    """The exchange failed. `untouched`: the worker can't have begun on it, so it may be sent again.
+    "exhausted": this process has no more descriptors, ports or memory for a connection; no worker's fault."""
 
     def __init__(
         self,
-        kind: Literal["connect", "timeout", "broken", "protocol"],
+        kind: Literal["connect", "exhausted", "timeout", "broken", "protocol"],
         message: str,
         *,
         untouched: bool = False,

@@ -81,6 +81,14 @@ def request_timeout(seconds: float) -> ApiError:
     )
 
 
+def body_too_slow(least: int) -> ApiError:
+    return ApiError(
+        408,
+        f"The request's body comes too slowly: at least {least} bytes a second are needed.",
+        code="request_timeout",
+    )
+
+
 def headers_too_large(limit: int) -> ApiError:
     return ApiError(
         431, f"Request line and headers are over the limit of {limit} bytes.", code="headers_too_large"
@@ -202,6 +210,13 @@ def stream_broken(model: str) -> ApiError:
 
 def shutting_down() -> ApiError:
     return unavailable("The gateway is shutting down; send the request again.", "gateway_shutdown")
+
+
+def gateway_exhausted() -> ApiError:
+    return unavailable(
+        "The gateway has no more file descriptors, ports or memory to connect to a worker; try again soon.",
+        "gateway_exhausted",
+    )
 
 
 def gateway_bug() -> ApiError:

@@ -153,6 +153,13 @@ class Exchange:
         else:
             self._write(message["body"], message.get("more_body", False))
 
+    async def write(self, body: bytes, more: bool) -> None:
+        """A piece of the body, with all that `send` does."""
+        if self._wire.write_paused:
+            await self._wire.drain()
+        if not self.disconnected:
+            self._write(body, more)
+
     def pass_on(self, piece: bytes) -> bool:
         """One more piece of a body that goes on, sent without waiting; False when the client should be waited
         for now."""

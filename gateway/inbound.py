@@ -15,7 +15,9 @@ from contracts.errors import bad_request
 from contracts.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
 from gateway.asgi import Headers, Receive, Scope
 from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
+from gateway.limits.estimate import sequences
 
+MAX_SEQUENCES = 16  # more would keep all others waiting until the last of them has ended
 FORWARDED = frozenset({b"content-type", b"accept"})
 _TRACE_HEADERS = (TRACEPARENT.encode(), TRACESTATE.encode())
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -34,6 +36,8 @@ class _Wanted(msgspec.Struct):
     model_name: Any = None
     user: Any = None
     stream: Any = None
+    n: Any = None
+    prompt: msgspec.Raw = msgspec.Raw(b"")
 
 
 _decoder = msgspec.json.Decoder(_Wanted)
@@ -61,6 +65,7 @@ class Inbound:
     user: str | None = None
     model_in_query: bool = False  # the body names none, so the worker must be told beside it
     streams: bool = False  # the answer comes in pieces, so its head comes early
+    sequences: int = 1  # that a worker computes for it, as far as they count
 
 
 def patience(headers: Headers, most: float) -> float:
@@ -129,7 +134,10 @@ def parse_body(body: bytes, scope: Scope) -> Inbound:
     in_query = not (wanted.model or wanted.model_name)
     streams = wanted.stream is True or scope["path"] == "/generate_stream"
     user = wanted.user if isinstance(wanted.user, str) else None
-    return Inbound(body, _model_name(wanted, scope), user, in_query, streams)
+    count = 1
+    if wanted.n is not None or wanted.prompt:
+        count = min(sequences(wanted.n, bytes(wanted.prompt)), MAX_SEQUENCES)
+    return Inbound(body, _model_name(wanted, scope), user, in_query, streams, count)
 
 
 def _decode(body: bytes) -> _Wanted:

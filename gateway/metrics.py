@@ -81,6 +81,11 @@ class Metrics:
             "Requests of an overloaded model that got no worker, by reason.",
             ["model", "reason"],
         )
+        self._exhausted = self.counter(
+            "pagefleet_gateway_exhausted_total",
+            "Requests refused as the gateway had no descriptor, port or memory to connect to a worker.",
+        )
+        self._exhausted.inc(by=0)
         router.on_waited = lambda model, seconds: self._queue_seconds.observe((model,), seconds)
         router.on_refused = lambda model, reason: self._queue_refused.inc((model, reason))
         self._add_gauges()
@@ -124,6 +129,10 @@ class Metrics:
         self._ended.inc(labels)
         if not good:
             self._failed.inc(labels)
+
+    def exhausted(self) -> None:
+        """A request got no worker by this process's own fault."""
+        self._exhausted.inc()
 
     def show(self) -> None:
         """Shows the other processes what the gauges say."""

@@ -96,6 +96,9 @@ class Prober:
                 late = 0
                 backend.health.probed(identified=error.identified, up=False, why=str(error))
             except UpstreamError as error:
+                if error.kind == "exhausted":  # which says nothing of the target
+                    await asyncio.sleep(self._settings.probe_interval)
+                    continue
                 late = late + 1 if time.monotonic() - began >= within else LATE_IN_A_ROW
                 if late >= LATE_IN_A_ROW:
                     slow = f"it did not answer {late} times within {within:g} s each"

@@ -34,7 +34,7 @@ Refusal = Literal["full", "late", "shed", "expired"]
 class Placed(Protocol):
     """A place on a worker."""
 
-    def release(self, priority: Priority) -> None: ...
+    def release(self, priority: Priority, weight: int) -> None: ...
 
 
 P = TypeVar("P", bound=Placed)
@@ -226,7 +226,9 @@ class Queue(Generic[P]):
         self._placing = False
         self._place_again = False
 
-    async def wait(self, place: Callable[[], P | None], user: str, priority: Priority, within: float) -> P:
+    async def wait(
+        self, place: Callable[[], P | None], user: str, priority: Priority, within: float, weight: int = 1
+    ) -> P:
         """A place, at most `within` seconds from now. ApiError 503 when there is or will be none.
 
         Whoever is cancelled leaves at once, and gives back what he was just given.
@@ -241,7 +243,7 @@ class Queue(Generic[P]):
         except asyncio.CancelledError:
             done = ticket.future.done() and not ticket.future.cancelled()
             if done and ticket.future.exception() is None:
-                ticket.future.result().release(priority)
+                ticket.future.result().release(priority, weight)
             raise
         finally:
             timer.cancel()

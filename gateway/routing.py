@@ -135,6 +135,7 @@ class Router:
         tried: Collection[str] = (),
         body: bytes = b"",
         priority: Priority = "normal",
+        weight: int = 1,
     ) -> Backend | None:
         """Picks a worker of a resolved model and counts the request on it in one step; `release` uncounts it.
 
@@ -143,7 +144,7 @@ class Router:
         there is no worker.
 
         `tried`: ids of targets that already refused this request. `body`: its body, which tells the
-        conversation that it belongs to.
+        conversation that it belongs to. `weight`: as so many requests it counts.
         """
         if time.monotonic() - self._checked_at > STALE_AFTER:
             self.refresh()
@@ -154,16 +155,22 @@ class Router:
         else:
             backend = self._search(model, user, tried, body, level)
         if backend is not None:
-            backend.inflight += 1
-            backend.by_class[level] += 1
+            backend.claim(level, weight)
         return backend
 
     async def wait(
-        self, model: str, user: str, priority: Priority, within: float, tried: Collection[str], body: bytes
+        self,
+        model: str,
+        user: str,
+        priority: Priority,
+        within: float,
+        tried: Collection[str],
+        body: bytes,
+        weight: int = 1,
     ) -> Backend:
         """A claim that was None, for at most `within` seconds; ApiError 503 when the model is overloaded."""
         return await self.queue(model).wait(
-            partial(self.claim, model, user, tried, body, priority), user, priority, within
+            partial(self.claim, model, user, tried, body, priority, weight), user, priority, within, weight
         )
 
     def queue(self, model: str) -> Queue[Backend]:
@@ -251,20 +258,20 @@ class Router:
         if key is not None:
             load, weight, best, home = 1, 0, -1.0, usable[0]
             for backend in usable:
-                load += backend.inflight
+                load += backend.load
                 weight += backend.target.weight_bp
                 score = affinity.score(key, backend.seed, backend.target.weight_bp)
                 if score > best:
                     best, home = score, backend
             fair = BALANCE * load * home.target.weight_bp / weight
-            if home.inflight < fair and home.has_room(level):
+            if home.load < fair and home.has_room(level):
                 return home
         free = [backend for backend in usable if backend.has_room(level)]
         if not free:
             return None
         self._turn += 1
         start = self._turn % len(free)  # else the first of equals would get every request of a quiet model
-        return min(free[start:] + free[:start], key=lambda one: (one.inflight + 1) / one.target.weight_bp)
+        return min(free[start:] + free[:start], key=lambda one: (one.load + 1) / one.target.weight_bp)
 
     def _unavailable(self, model: str, entry: Entry | None) -> ApiError:
         targets = entry.routes.targets if entry is not None else ()

@@ -25,8 +25,9 @@ NO_LIMIT = sys.maxsize
 class Backend:
     """A target and the requests on it. Lives as long as the target is in the table or has requests.
 
-    `limit`: most requests of a class and of more urgent ones that this gateway may have on it, so that batch
-    work keeps no interactive request from the worker; without bound until that has said what it can take.
+    `load`: what they weigh, `by_class` that of each class; `limit`: most of a class and of more urgent ones
+    that this gateway may have on it, so that batch work keeps no interactive request from the worker; without
+    bound until that has said what it can take.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Backend:
     health: Health
     queue: Queue[Backend]
     inflight: int = 0
+    load: int = 0
     by_class: list[int] = field(default_factory=lambda: [0] * len(CLASSES))
     limit: int = NO_LIMIT
     labels: tuple[str, str] = field(init=False)  # model and target
@@ -50,18 +52,26 @@ class Backend:
         )
         self.seed = affinity.seed_of(self.target.slot)
 
-    def refused_as_full(self) -> None:
-        """It has all that it can take, until it says something else."""
-        self.limit = max(1, self.inflight - 1)
+    def refused_as_full(self, weight: int = 1) -> None:
+        """It has all that it can take, until it says something else. `weight`: of what it refused."""
+        self.limit = max(1, self.load - weight)
 
     def has_room(self, level: int) -> bool:
-        """For a request of the class CLASSES[level]."""
-        return self.inflight < self.limit or sum(self.by_class[: level + 1]) < self.limit
+        """For a request of the class CLASSES[level], of any weight: a heavy one would else wait for ever
+        while light ones pass by."""
+        return self.load < self.limit or sum(self.by_class[: level + 1]) < self.limit
 
-    def release(self, priority: Priority = "normal") -> None:
+    def claim(self, level: int, weight: int) -> None:
+        """Counts a request of the class CLASSES[level]."""
+        self.inflight += 1
+        self.load += weight
+        self.by_class[level] += weight
+
+    def release(self, priority: Priority = "normal", weight: int = 1) -> None:
         """Uncounts a claim of that class."""
         self.inflight -= 1
-        self.by_class[LEVELS[priority]] -= 1
+        self.load -= weight
+        self.by_class[LEVELS[priority]] -= weight
         if self.queue.waiting:
             self.queue.slot_freed()
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 from urllib.parse import urlsplit
 
 from gateway.connection import Connection, UpstreamError
 
 IDLE_PER_TARGET = 512  # a burst above it closes what it opened
 LISTENER_BUSY_PAUSE = 0.005
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+log = logging.getLogger(__name__)
 
 
 def parse_address(address: str) -> str | tuple[str, int]:
@@ -27,6 +32,7 @@ class Upstream:
     def __init__(self) -> None:
         self._idle: dict[str, list[Connection]] = {}
         self._open: set[Connection] = set()
+        self._exhausted = False
 
     @property
     def open_connections(self) -> int:
@@ -47,14 +53,21 @@ class Upstream:
         return None
 
     async def connect(self, address: str, timeout: float) -> Connection:
-        """A fresh connection; UpstreamError("connect") after `timeout` seconds or when refused."""
+        """A fresh connection; UpstreamError("connect") after `timeout` seconds or when refused, "exhausted"
+        when this process can't have one."""
         try:
             async with asyncio.timeout(timeout):
                 connection = await self._connect(address)
         except TimeoutError:
             raise UpstreamError("connect", f"no connection within {timeout:g} s", untouched=True) from None
         except OSError as error:
+            if error.errno in _EXHAUSTED:
+                if not self._exhausted:  # it may last: say it once
+                    log.error("no connection to a worker can be made: %s", error.strerror)
+                self._exhausted = True
+                raise UpstreamError("exhausted", f"no connection: {error.strerror}", untouched=True) from None
             raise UpstreamError("connect", f"connection refused: {error}", untouched=True) from None
+        self._exhausted = False
         if not connection.closed:
             self._open.add(connection)  # only now: one whose making is cancelled never hears of its own end
         return connection

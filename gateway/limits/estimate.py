@@ -26,6 +26,12 @@ _decoder = msgspec.json.Decoder(_Sized)
 _texts = msgspec.json.Decoder(list[str])
 
 
+def sequences(n: object, prompt: bytes) -> int:
+    """How many a worker computes for a request: `n` answers to each prompt of the field `prompt`, as JSON."""
+    answers = min(n, MAX_ANSWERS) if isinstance(n, int) and _is_count(n) else 1
+    return answers * _prompt(prompt)[1] if prompt[:1] == b"[" else answers
+
+
 def reservation(body: bytes) -> int:
     """Tokens of the prompts, estimated, and of all answers at their longest. `body` is a JSON object."""
     try:

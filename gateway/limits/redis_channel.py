@@ -6,14 +6,13 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 from gateway.limits.redis_link import CONNECT_S, Operation, RedisLink, reason_of, slot_tag
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 LARGEST_BATCH = 64
 # Operations that nobody waits for go along with the next that somebody does, or alone after this time.
 COMPANY_S = 0.002
@@ -112,7 +111,7 @@ class RedisChannel:
             self._urgent = bool(self._waiting)
             batch = [one for one in first if one.answer is None or not one.answer.cancelled()]
             try:
-                answers = await self._within_budget(self._link.run(batch)) if batch else []
+                answers = await self._link.run(batch, self._budget) if batch else []
             except BaseException as error:  # whatever it was, nobody may be left waiting
                 self._fail(error, batch)
                 if isinstance(error, Exception):
@@ -125,17 +124,6 @@ class RedisChannel:
                     self._owner.unwanted(operation, numbers)
                 else:
                     operation.answer.set_result(numbers)
-
-    async def _within_budget(self, call: Coroutine[Any, Any, T]) -> T:
-        # Not asyncio.timeout: after the gateway was held up itself, that cancels a call that is answered.
-        task = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait((task,), timeout=self._budget)
-            if task.done():
-                return task.result()
-            raise TimeoutError
-        finally:
-            task.cancel()
 
     def _fail(self, error: BaseException, sent: Sequence[Operation]) -> None:
         if self.reason is None:
@@ -175,7 +163,6 @@ class RedisChannel:
 
         Over a new connection: nothing is left in it of what went wrong, and after a failover the address may
         mean another server."""
-        await self._link.hang_up()
-        async with asyncio.timeout(CONNECT_S):
-            await self._link.probe(self._probe_key)
-        await self._within_budget(self._link.probe(self._probe_key))
+        self._link.hang_up()
+        await self._link.probe(self._probe_key, CONNECT_S)
+        await self._link.probe(self._probe_key, self._budget)

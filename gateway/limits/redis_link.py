@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from redis.asyncio import Redis
@@ -18,16 +18,18 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse, NoScriptError, RedisError
 
+from gateway.limits.redis_wire import Wire, packed, take_over
 from gateway.limits.rules import Rule
 
 SCRIPT = files("gateway.limits").joinpath("limits.lua").read_text()
 CONNECT_S = 1.0
 
+T = TypeVar("T")
+
 _FORMS = (
     "redis://HOST:PORT/DB, rediss://… (TLS), unix:///PATH, "
     "redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB or redis+cluster://HOST:PORT,HOST:PORT"
 )
-
 
 # Nothing is tried twice in there: a script that seems to have failed may have run. Waits are limited above.
 _OPTIONS: dict[str, Any] = {
@@ -62,39 +64,42 @@ def slot_tag(key: str) -> str:
 class RedisLink:
     """Runs lists of operations: EVALSHA, then EVAL if the server lacks the script; never SCRIPT LOAD.
 
-    One list after another goes over a connection of its own, which is connected when it has to be: half of
-    what the client library takes for a command is finding and checking a connection of its pool.
+    One list after another goes over a connection of its own, which is connected when it has to be. A cluster
+    is the client library's business alone.
     """
 
     def __init__(self, url: str, script: str = SCRIPT) -> None:
-        self._script = script
-        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        self._script = script.encode()
+        self._sha = hashlib.sha1(self._script, usedforsecurity=False).hexdigest().encode()
         self._client, self.is_cluster, self.address = _client(url)
-        self._connection = None if self.is_cluster else self._client.connection_pool.make_connection()
+        self._connection: Any = None if self.is_cluster else self._client.connection_pool.make_connection()
+        self._wire: Wire | None = None
 
-    async def run(self, operations: Sequence[Operation]) -> list[list[int]]:
-        """Each operation's replies. In a cluster each tag's operations are one call; their order is kept."""
-        if not self.is_cluster:
-            return await self._call(operations)
-        tagged: dict[str, list[int]] = {}
-        for index, operation in enumerate(operations):
-            tagged.setdefault(slot_tag(operation.keys[0]), []).append(index)
-        calls = [self._call([operations[index] for index in part]) for part in tagged.values()]
-        answers: list[list[int]] = [[] for _ in operations]
-        for part, replies in zip(tagged.values(), await asyncio.gather(*calls), strict=True):
-            for index, reply in zip(part, replies, strict=True):
-                answers[index] = reply
-        return answers
+    async def run(self, operations: Sequence[Operation], within: float) -> list[list[int]]:
+        """Each operation's replies; TimeoutError after so many seconds. In a cluster each tag's operations
+        are one call; their order is kept."""
+        if self._connection is None:
+            return await _limited(self._run_by_tag(operations), within)
+        ends_at = asyncio.get_running_loop().time() + within
+        wire = self._wire
+        if wire is None or wire.closed:
+            wire = self._wire = await _limited(self._connect(), within)
+        words = _words(operations)
+        try:
+            answer = await wire.ask(packed([b"EVALSHA", self._sha, *words]), ends_at)
+        except NoScriptError:
+            answer = await wire.ask(packed([b"EVAL", self._script, *words]), ends_at)
+        return _replies(operations, answer)
 
-    async def probe(self, key: str) -> None:
+    async def probe(self, key: str, within: float) -> None:
         """Raises unless this key's server runs the script and takes writes, over the way that operations
         go: another connection may be let in where theirs isn't, or have been before."""
-        await self._call([Operation([key], "hold 1000000 1 probe", 1)])
+        await self.run([Operation([key], "hold 1000000 1 probe", 1)], within)
 
-    async def hang_up(self) -> None:
-        """The next command goes over a new connection."""
-        if self._connection is not None:
-            await self._connection.disconnect(nowait=True)
+    def hang_up(self) -> None:
+        """The next list goes over a new connection."""
+        if self._wire is not None:
+            self._wire.close()
 
     async def execute(self, *words: Any) -> Any:
         """A command outside the script."""
@@ -105,38 +110,59 @@ class RedisLink:
             await self._connection.disconnect()
         await self._client.aclose()
 
-    async def _call(self, operations: Sequence[Operation]) -> list[list[int]]:
-        keys = [key for operation in operations for key in operation.keys]
-        arguments = [str(len(keys)), *keys, " ".join([operation.text for operation in operations])]
-        try:
-            reply = await self._send("EVALSHA", self._sha, *arguments)
-        except NoScriptError:
-            reply = await self._send("EVAL", self._script, *arguments)
-        numbers = [int(word) for word in reply.split()]
-        if len(numbers) != sum([operation.replies for operation in operations]):
-            raise InvalidResponse("an answer to something else")
-        answers, start = [], 0
-        for operation in operations:
-            answers.append(numbers[start : start + operation.replies])
-            start += operation.replies
+    async def _connect(self) -> Wire:
+        await self._connection.disconnect(nowait=True)  # what the wire is done with
+        await self._connection.connect()
+        return take_over(self._connection._writer)  # there is no public way to it
+
+    async def _run_by_tag(self, operations: Sequence[Operation]) -> list[list[int]]:
+        tagged: dict[str, list[int]] = {}
+        for index, operation in enumerate(operations):
+            tagged.setdefault(slot_tag(operation.keys[0]), []).append(index)
+        calls = [self._call([operations[index] for index in part]) for part in tagged.values()]
+        answers: list[list[int]] = [[] for _ in operations]
+        for part, replies in zip(tagged.values(), await asyncio.gather(*calls), strict=True):
+            for index, reply in zip(part, replies, strict=True):
+                answers[index] = reply
         return answers
 
-    async def _send(self, *words: str) -> Any:
-        if self._connection is None:
-            return await self._client.execute_command(*words)
-        if not self._connection.is_connected:
-            await self._connection.connect()
-        await self._connection.send_packed_command(_packed(words), check_health=False)
-        return await self._connection.read_response()
+    async def _call(self, operations: Sequence[Operation]) -> list[list[int]]:
+        words = _words(operations)
+        try:
+            answer = await self._client.execute_command("EVALSHA", self._sha, *words)
+        except NoScriptError:
+            answer = await self._client.execute_command("EVAL", self._script, *words)
+        return _replies(operations, answer)
 
 
-def _packed(words: Sequence[str]) -> bytes:
-    """A command as Redis reads it (RESP)."""
-    parts = [b"*%d\r\n" % len(words)]
-    for word in words:
-        data = word.encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
-    return b"".join(parts)
+def _words(operations: Sequence[Operation]) -> list[bytes]:
+    """What follows the script: the number of keys, the keys, the list."""
+    keys = [key.encode() for operation in operations for key in operation.keys]
+    return [b"%d" % len(keys), *keys, " ".join([operation.text for operation in operations]).encode()]
+
+
+def _replies(operations: Sequence[Operation], answer: bytes) -> list[list[int]]:
+    """The script's answer, by operation."""
+    numbers = list(map(int, answer.split()))
+    replies, start = [], 0
+    for operation in operations:
+        replies.append(numbers[start : start + operation.replies])
+        start += operation.replies
+    if start != len(numbers):
+        raise InvalidResponse("an answer to something else")
+    return replies
+
+
+async def _limited(call: Coroutine[Any, Any, T], within: float) -> T:
+    # Not asyncio.timeout: after the gateway was held up itself, that cancels a call that is answered.
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait((task,), timeout=within)
+        if task.done():
+            return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 def reason_of(error: BaseException) -> str:

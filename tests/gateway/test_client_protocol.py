@@ -38,7 +38,7 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(tmp_path: Path
         raw = await rig.raw(stream(chunks=16, delay=0.1))
         assert raw.endswith(b"0\r\n\r\n")
         assert asyncio.get_running_loop().time() - started > 2
-        raw = await rig.raw(http_post(b'{"model":"m"}') + b"GET /health HTTP/1.1\r\n\r\n")
+        raw = await rig.raw(http_post(b'{"model":"m"}') + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert raw.count(b"200 OK") == 2
 
 

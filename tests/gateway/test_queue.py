@@ -35,7 +35,7 @@ class Pool:
         self.order.append(name)
         return self
 
-    def release(self, priority: Priority = "normal") -> None:
+    def release(self, priority: Priority = "normal", weight: int = 1) -> None:
         self.free += 1
         if self.queue.waiting:
             self.queue.slot_freed()

@@ -42,7 +42,7 @@ async def test_it_follows_its_file(tmp_path: Path) -> None:
         assert [(await rig.post({"model": "new"})).status_code for _ in range(4)] == [200, 200, 200, 429]
         starting = await rig.post({"model": "later"})  # known, and no worker has come up yet
         assert (starting.status_code, error_of(starting)["code"]) == (503, "model_starting")
-        assert rig.app.proxy.settings.timeouts.total == 7
+        assert rig.app.means.settings.timeouts.total == 7
 
         replace(rig.fleet_file, "models: [{name: m, source")  # half of a file
         assert (await rig.post({"model": "nick"})).status_code == 429

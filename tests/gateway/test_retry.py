@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.connection import Connection
-from tests.gateway.rig import Rig, error_of, one_worker, target, until
+from tests.gateway.rig import Rig, error_of, http_post, one_worker, target, until
 
 
 async def two_workers(rig: Rig, **kinds: Any) -> None:
@@ -213,3 +218,53 @@ async def test_a_refusal_after_a_loss_is_still_a_loss(tmp_path: Path) -> None:
             assert int(response.headers["x-ratelimit-remaining-tokens"]) < left - 4000
             left = int(response.headers["x-ratelimit-remaining-tokens"])
         assert len(rig.workers[0].requests) == len(rig.workers[1].requests) == 6
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    with open("/dev/null") as null:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(null.fileno()))
+            yield
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_gateway_without_descriptors_blames_no_worker(
+    tmp_path: Path, tcp: bool, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """It says that it is its own fault, once, and serves again as soon as it can."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(without_descriptors(tmp_path, tcp))
+
+
+async def without_descriptors(folder: Path, tcp: bool) -> None:
+    health = {"probe_interval": 0.05, "max_fails": 1}
+    async with one_worker(folder, tcp=tcp, health=health) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        backend = next(iter(rig.app.router.table.backends.values()))
+        await until(lambda: backend.health.clear)
+        with no_descriptors():
+            for _ in range(5):
+                writer.write(http_post(b'{"model":"m"}'))
+                head = await reader.readuntil(b"\r\n\r\n")
+                body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split()[0]))
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 1\r\n" in head
+                assert b'"gateway_exhausted"' in body
+                await asyncio.sleep(0.1)
+            assert backend.health.clear
+        writer.write(http_post(b'{"model":"m"}', b"connection: close\r\n"))
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        assert "pagefleet_gateway_exhausted_total 5.0" in rig.app.metrics.render().decode()

@@ -43,6 +43,9 @@ BAD_HTTP = {
     "bare cr": b"POST /generate HTTP/1.1\r\nhost: x\r\naccept: a\rx-evil: 1\r\ncontent-length: 13\r\n\r\n"
     + BODY,
     "nul": b"POST /generate HTTP/1.1\r\nhost: x\r\naccept: a\0b\r\ncontent-length: 13\r\n\r\n" + BODY,
+    "two hosts": b"POST /generate HTTP/1.1\r\nhost: x\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + BODY,
+    "two hosts in 1.0": b"POST /generate HTTP/1.0\r\nhost: x\r\nhost: y\r\ncontent-length: 13\r\n\r\n" + BODY,
+    "no host": b"POST /generate HTTP/1.1\r\ncontent-length: 13\r\n\r\n" + BODY,
     "version 0.9": b"POST /generate HTTP/0.9\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + BODY,
     "version 2.0": b"POST /generate HTTP/2.0\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + BODY,
     "coding of the content": b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n"
@@ -96,7 +99,11 @@ async def test_upgrades_are_refused(tmp_path: Path) -> None:
 async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
         slow = json.dumps({"model": "m", "fake": {"do": "sse", "chunks": 3, "delay": 0.1}}).encode()
-        data = http_post(slow) + b"GET /health HTTP/1.1\r\n\r\n" + http_post(BODY, b"connection: close\r\n")
+        data = (
+            http_post(slow)
+            + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            + http_post(BODY, b"connection: close\r\n")
+        )
         raw = await rig.raw(data)
         assert raw.count(b"HTTP/1.1 200 OK") == 3
         assert raw.index(b"[DONE]") < raw.index(b'"status":"ok"') < raw.index(b"served_by")
@@ -148,7 +155,7 @@ async def test_requests_that_do_not_arrive_whole(tmp_path: Path, monkeypatch: py
         assert await rig.raw(b"") == b""
         assert answer(await rig.raw(b"GET /health HTT"))[0] == 408
         assert answer(await rig.raw(http_post(BODY)[:-5]))[0] == 408
-        once_idle = b"GET /health HTTP/1.1\r\n\r\n"
+        once_idle = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
         assert (await rig.raw(once_idle + b"GET /heal")).count(b"HTTP/1.1 408") == 1
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(once_idle)
@@ -167,6 +174,36 @@ async def test_a_body_that_keeps_coming_may_take_longer(tmp_path: Path) -> None:
         for start in range(0, len(BODY), 3):
             writer.write(BODY[start : start + 3])
             await asyncio.sleep(0.4)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_a_body_that_trickles_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte it could come for as long as `max_body` has bytes, and be silent never."""
+    monkeypatch.setattr(client_protocol, "BODY_SECONDS", 0.5)
+    async with one_worker(tmp_path) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(http_post(b" " * 100_000)[:-100_000])
+        reading = asyncio.create_task(reader.read())
+        while not reading.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        raw = await reading
+        assert answer(raw)[0] == 408
+        assert "1024 bytes a second" in answer(raw)[1]["message"]
+        writer.close()
+        assert not rig.workers[0].requests
+
+
+async def test_a_body_at_a_rate_may_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_protocol, "BODY_SECONDS", 0.3)
+    body = BODY + b" " * 400_000
+    async with one_worker(tmp_path) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(http_post(body, b"connection: close\r\n")[: -len(body)])
+        for start in range(0, len(body), 20_000):
+            writer.write(body[start : start + 20_000])
+            await asyncio.sleep(0.05)
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
         writer.close()
 

@@ -1,0 +1,157 @@
+"""A connection to Redis with one command under way: what every limited request waits for.
+
+The client library makes the connection (address, TLS, credentials, database, sentinels); `take_over` puts
+this protocol in the place of its streams, which take several times as much for a command: a lock, two tasks,
+a timer and a parser of all that Redis may say, where one kind of answer comes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
+
+LONGEST_ANSWER = 1 << 20  # bytes
+LAST_LOOK_S = 0.001
+_END = b"\r\n"
+
+
+class Wire(asyncio.Protocol):
+    """`closed`: nothing can be asked any more."""
+
+    def __init__(self, transport: asyncio.Transport, before: asyncio.BaseProtocol) -> None:
+        self.closed = transport.is_closing()
+        self._transport = transport
+        self._before = before
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[bytes] | None = None
+        self._part = b""  # of an answer
+        self._ends_at = 0.0
+        self._looked = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def ask(self, command: bytes, ends_at: float) -> asyncio.Future[bytes]:
+        """Its answer, a string. TimeoutError at loop time `ends_at`, OSError when the connection is lost,
+        ResponseError for what Redis refuses, InvalidResponse for what is no string."""
+        answer = self._loop.create_future()
+        if self.closed or self._answer is not None:
+            self.close()
+            answer.set_exception(ConnectionError("closed"))
+            return answer
+        self._answer = answer
+        self._ends_at = ends_at
+        self._looked = False
+        if self._timer is None or self._timer_at > ends_at:
+            self._arm(ends_at)
+        self._transport.write(command)
+        return answer
+
+    def close(self) -> None:
+        """At once; who waits for an answer gets none."""
+        self.closed = True
+        self._transport.abort()
+
+    # --- asyncio.Protocol
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:
+            self.close()  # nothing was asked: it would pass for the answer to the next command
+            return
+        if self._part:
+            data = self._part + data
+        try:
+            answer = _read(data)
+        except ResponseError as error:
+            self._end(error)
+        except ValueError:
+            self._end(InvalidResponse("no answer of this script's"))
+            self.close()
+        else:
+            if answer is None:
+                self._part = data
+                return
+            self._end(answer)
+        self._part = b""
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end(ConnectionError("lost"))
+        self._before.connection_lost(exc)  # the library may wait for it
+
+    # ---
+
+    def _end(self, outcome: bytes | Exception) -> None:
+        answer, self._answer = self._answer, None
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, bytes):
+            answer.set_result(outcome)
+        else:
+            answer.set_exception(outcome)
+
+    def _arm(self, at: float) -> None:
+        """One timer outlives many commands: one that is due earlier looks again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_at(at, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._answer is None:
+            return
+        now = self._loop.time()
+        if now < self._ends_at:
+            self._arm(self._ends_at)
+        elif not self._looked:  # of a loop that was held up itself: the answer may lie in its socket
+            self._looked = True
+            self._arm(now + LAST_LOOK_S)
+        else:
+            self._end(TimeoutError())
+            self.close()
+
+
+def take_over(writer: asyncio.StreamWriter) -> Wire:
+    """`writer`: of a connection that is made, with nothing under way."""
+    transport = cast(asyncio.Transport, writer.transport)
+    wire = Wire(transport, transport.get_protocol())
+    transport.set_protocol(wire)
+    return wire
+
+
+def packed(words: list[bytes]) -> bytes:
+    """A command as Redis reads it (RESP)."""
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def _read(data: bytes) -> bytes | None:
+    """The string that `data` is the answer for; None while it isn't whole. ResponseError for an error,
+    ValueError for anything else."""
+    end = data.find(_END)
+    if end < 0:
+        if data[:1] not in (b"$", b"-") or len(data) > LONGEST_ANSWER:
+            raise ValueError
+        return None
+    if data[:1] == b"-":
+        if end + 2 != len(data):
+            raise ValueError
+        text = data[1:end].decode("utf-8", "replace")
+        raise NoScriptError(text) if text.startswith("NOSCRIPT") else ResponseError(text)
+    if data[:1] != b"$":
+        raise ValueError
+    size = int(data[1:end])
+    start = end + 2
+    if not 0 <= size <= LONGEST_ANSWER or len(data) > start + size + 2:
+        raise ValueError
+    if len(data) < start + size + 2:
+        return None
+    if data[start + size :] != _END:
+        raise ValueError
+    return data[start : start + size]
