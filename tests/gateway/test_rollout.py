@@ -279,6 +279,41 @@ def test_redis_down_refuses_promotion_and_allows_abort():
     assert run.rollout.phase == "reverting"
 
 
+def test_users_who_wait_do_not_wait_for_redis():
+    """Recreate: they get the old version back while it runs, and the new one when that is all there is."""
+    run = Run(strategy="recreate")
+    run.tell(e.RedisLost)
+    assert run.actions == (e.SetWeights(change=2, primary_bp=10_000, standby_bp=0),)
+    run.applied()
+    assert (run.rollout.phase, "Redis is down" in run.rollout.reason) == ("rolled_back", True)
+
+    run = Run(strategy="recreate")
+    run.applied()
+    run.leave("primary")
+    run.tell(e.RedisLost)
+    run.prove()
+    assert (run.rollout.phase, run.rollout.standby_bp, run.rollout.hold) == ("shifting", 10_000, False)
+    run.applied()
+    assert run.rollout.phase == "shifting", "that is all"
+    run.tell(e.RedisBack)
+    run.applied()
+    assert run.rollout.phase == "judging"
+
+
+def test_a_clock_that_was_set_back_between_two_supervisors_gives_streams_no_hour_more():
+    run = Run(steps=(100,), hold=0, drain_limit=100)
+    run.prove()
+    run.applied()
+    run.judged(PASS)
+    assert (run.rollout.phase, run.rollout.due) == ("clearing", run.now + 100)
+    run.now -= 3600
+    run.tell(e.Restarted)
+    assert run.rollout.due == run.now + 100
+    run.now += 50
+    run.tell(e.Restarted)
+    assert run.rollout.due == run.now + 50, "nor more time by each restart"
+
+
 def test_start_is_refused_with_a_reason_and_a_code():
     asked = e.Start(id="r", model="m", old=OLD, new=NEW)
     bad = msgspec.structs.replace(asked, options=Options(steps=(50, 25), hold=-1))

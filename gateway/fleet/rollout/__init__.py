@@ -44,7 +44,8 @@ What holds in every order of events (tests/gateway/test_rollout_exploration.py g
 - `abort` always ends with the old version, until that is fenced (draining): from there on it refuses
   requests, and going on is the shorter way. With recreate, which can start it again, it is never too late.
 - While Redis is down nothing advances: no more users for the new version, no end of the old one. Going back,
-  which gives users what they had, is allowed.
+  which gives users what they had, is allowed; so is what ends users' waiting (recreate): back to an old
+  version that still runs, or on to the new one, proven, when the old one is gone.
 - Every state has a way to an end. Only paused ones, and those whose verdict is *hold*, wait for a person.
 """
 

@@ -157,7 +157,11 @@ def _gateway_lost(rollout: Rollout, fact: e.GatewayLost, now: float) -> Step:
 def _redis_lost(rollout: Rollout, fact: e.RedisLost, now: float) -> Step:
     if rollout.suspended:
         return ignore(rollout)
-    return note(rollout, now, "Redis is down: nothing advances", suspended=True)
+    suspended, _ = note(rollout, now, "Redis is down: nothing advances", suspended=True)
+    users_wait_for_nothing = rollout.phase in ("holding", "clearing") and rollout.leaving == "primary"
+    if rollout.recreate and users_wait_for_nothing and not rollout.going_back:
+        return roll_back(suspended, "rolled_back", now, "Redis is down, and users would wait for it")
+    return suspended, ()
 
 
 def _redis_back(rollout: Rollout, fact: e.RedisBack, now: float) -> Step:

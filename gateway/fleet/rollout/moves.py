@@ -79,8 +79,12 @@ def ignore(rollout: Rollout) -> Step:
 
 
 def again(rollout: Rollout, now: float, what: str, **changes: Any) -> Step:
-    """The same phase from its beginning, a step's interval too. Users in flight get no more time by that."""
-    rollout = _log(rollout, now, what, **changes, due=_limit(rollout, now) or rollout.due)
+    """The same phase from its beginning, a step's interval too. Users in flight get no more time by that, and
+    none from a clock that was set back while nobody looked."""
+    due = _limit(rollout, now)
+    if due is None and rollout.due is not None:
+        due = min(rollout.due, now + rollout.options.drain_limit)
+    rollout = _log(rollout, now, what, **changes, due=due)
     return rollout, actions_of(rollout)
 
 
@@ -138,8 +142,8 @@ def revert(rollout: Rollout, now: float, what: str, **changes: Any) -> Step:
 
 
 def go_on(rollout: Rollout, now: float) -> Step:
-    """From proven to the first step, unless something holds it back."""
-    waits = rollout.suspended or (rollout.paused and not rollout.recreate)
+    """From proven to the first step, unless something holds it back. Never while users wait for it."""
+    waits = not rollout.recreate and (rollout.suspended or rollout.paused)
     if rollout.phase != "proven" or waits:
         return ignore(rollout)
     return to_step(rollout, len(rollout.steps) - 1 if rollout.full else 0, now, "proven")
