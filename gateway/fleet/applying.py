@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from gateway.config import FleetFile, ModelEntry
 from gateway.fleet.changes import Job, Site, swap_request
@@ -49,16 +49,19 @@ class Applier:
         self._checking = True
         try:
             plan = await self.check(wanted, options)
+            self._refuse_busy(plan)  # somebody may have begun a rollout meanwhile
+            changed = (*plan.by_action("changed"), *plan.by_action("removed"))
+            self._site.rollouts.reserve(changed)
         finally:
             self._checking = False
         self._slugs = slugs = slugs_of(wanted.models, self._slugs)
         self.latest = Applying(plan=plan, steps=[], started=time.time())
         job = Job(self._site, self._fleet, wanted, slugs, options, self.latest)
         job.prepare(removed_first)
-        self._task = asyncio.create_task(self._run(job), name="config apply")
+        self._task = asyncio.create_task(self._run(job, changed), name="config apply")
         return self.latest
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: Job, changed: Sequence[str]) -> None:
         applying = job.applying
         try:
             self._fleet = await job.run()
@@ -66,6 +69,7 @@ class Applier:
             log.exception("changing the fleet")
             applying.steps.append(Step(name="fleet", state="failed", detail="a mistake of ours, see the log"))
         finally:
+            self._site.rollouts.release(*changed)
             applying.ended = time.time()
             applying.state = "done" if all(step.state == "done" for step in applying.steps) else "failed"
 
@@ -84,9 +88,7 @@ class Applier:
                 f"{keys} can't change while the fleet runs: `pagefleet down`, then `pagefleet up`",
                 EXIT_INVALID,
             )
-        busy = [line for model in plan.models if (line := self._busy(model.name, model.action))]
-        if busy:
-            raise SwapError("; ".join(busy))
+        self._refuse_busy(plan)
         problems = list(self._too_long(plan, wanted))
         if problems:
             raise SwapError("; ".join(problems), EXIT_INVALID)
@@ -100,6 +102,11 @@ class Applier:
                     swap.exit_code,
                 )
         return plan
+
+    def _refuse_busy(self, plan: Plan) -> None:
+        busy = [line for model in plan.models if (line := self._busy(model.name, model.action))]
+        if busy:
+            raise SwapError("; ".join(busy))
 
     def _busy(self, name: str, action: str) -> str | None:
         rollout = self._site.rollouts.under_way(name) if action in ("removed", "changed") else None

@@ -120,7 +120,7 @@ class Job:
         except OSError as error:
             raise StepFailed(f"what {entry.name} runs can't be written down: {error}") from None
         runs = self._site.rollouts.runs(entry.name)
-        for slot in self._site.workers.slots(entry.name):
+        for slot in self._filled(entry.name):
             self._site.workers.update(replace(slot, entry=runs))
 
     async def _tell_names(self, entry: ModelEntry, before: ModelEntry, step: Step) -> None:
@@ -212,7 +212,7 @@ class Job:
 
         async def shrink(step: Step) -> None:
             wanted = {slot.name for slot in self._slots(model.name)}
-            extra = [slot for slot in self._site.workers.slots(model.name) if slot.name not in wanted]
+            extra = [slot for slot in self._filled(model.name) if slot.name not in wanted]
             _note_cut(step, await self._leaving.slots(model.name, extra, step.say))
 
         old, new = model.replicas
@@ -226,7 +226,7 @@ class Job:
             await self._started(self._site.workers.slots(model.name), step)
 
         async def grow(step: Step) -> None:
-            filled = {slot.name for slot in self._site.workers.slots(model.name)}
+            filled = {slot.name for slot in self._filled(model.name)}
             missing = [slot for slot in self._slots(model.name) if slot.name not in filled]
             for slot in missing:
                 self._site.workers.add(slot)
@@ -252,13 +252,17 @@ class Job:
     def _failed(self, name: str) -> list[Slot]:
         """Those that nothing else would start again."""
         workers = self._site.workers
-        units = [(slot, workers.unit(slot.name)) for slot in workers.slots(name)]
+        units = [(slot, workers.unit(slot.name)) for slot in self._filled(name)]
         return [slot for slot, unit in units if unit is not None and unit.status.state == "failed"]
 
     def _slots(self, name: str) -> list[Slot]:
         """Those that the model is to have, in the variant that it runs in."""
-        filled = self._site.workers.slots(name)
-        return slots_for(self._site.rollouts.runs(name), self._slugs[name], filled[0].variant)
+        rollouts = self._site.rollouts
+        return slots_for(rollouts.runs(name), self._slugs[name], rollouts.variant(name))
+
+    def _filled(self, name: str) -> list[Slot]:
+        """Those that it has, without a rollout's standby, which is the rollout's business."""
+        return self._site.workers.slots(name, self._site.rollouts.variant(name))
 
     async def _started(self, slots: Sequence[Slot], step: Step) -> None:
         """Until each is ready, or has failed for good."""
@@ -277,6 +281,7 @@ class Job:
     async def _swap(self, model: ModelPlan, step: Step) -> None:
         """By a rollout, which may come to another end."""
         rollouts, wanted = self._site.rollouts, self._wanted[model.name]
+        rollouts.release(model.name)
         try:
             rollout = await rollouts.start(model.name, swap_request(model, wanted, self._options))
             while not rollout.terminal:

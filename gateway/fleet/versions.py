@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from contracts.options import WorkerOptions
 from gateway.config import ModelEntry
@@ -49,6 +50,18 @@ def entry_of(entry: ModelEntry, version: Version) -> ModelEntry:
     return entry.model_copy(update={"source": version.source, "worker": worker})
 
 
+def can_run(entry: ModelEntry, *versions: Version) -> bool:
+    """Whether the options of what was written down are still some: a file of another release, or one that
+    somebody has edited, must not keep a fleet from coming up. If not, the log says so."""
+    try:
+        for version in versions:
+            entry_of(entry, version)
+    except ValidationError as error:
+        log.error("a version of %s from an earlier rollout can't be used: %s", entry.name, error)
+        return False
+    return True
+
+
 class Versions:
     """The versions that run, by model, in one file."""
 
@@ -61,7 +74,7 @@ class Versions:
         running = self._running.get(entry.name)
         if running is None or running.file != file_version(entry):
             return None
-        return running
+        return running if can_run(entry, running.version) else None
 
     def last(self, model: str) -> Running | None:
         """The same, whatever the fleet file says by now."""

@@ -19,6 +19,13 @@ TICK = 1.0  # seconds
 log = logging.getLogger(__name__)
 
 
+def steady_clock() -> Callable[[], float]:
+    """Unix time that goes on steadily from now, whatever the machine's clock is set to meanwhile: no user's
+    stream is cut, and no step is over, because of that."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class Driver:
     """`rollout` is its state, on disk or about to be; `changed` is set, and replaced, with each new one.
 
@@ -46,10 +53,10 @@ class Driver:
         self._unsaved = False
         self._complaint = ""
         self._work: asyncio.Task[None] | None = None
+        self._clock = steady_clock()
 
     def begin(self, actions: Sequence[e.Action]) -> None:
-        """A new rollout, not on disk yet. OSError when it can't be put there; nothing was done then."""
-        self._records.save(self.rollout)
+        """A new rollout, which is on disk already."""
         self._todo = tuple(actions)
         self._go_on()
 
@@ -63,7 +70,7 @@ class Driver:
 
     def command(self, asked: e.Command) -> Refusal | None:
         """Done, or refused, at once."""
-        answer = command(self.rollout, asked, time.time())
+        answer = command(self.rollout, asked, self._clock())
         if isinstance(answer, Refusal):
             return answer
         self._take(*answer)
@@ -88,7 +95,7 @@ class Driver:
                         happened = await self._inbox.get()
                 except TimeoutError:
                     continue
-                self._take(*fact(self.rollout, happened, time.time()))
+                self._take(*fact(self.rollout, happened, self._clock()))
         finally:
             await self._drop_work()
 
@@ -96,9 +103,9 @@ class Driver:
         living = self._living()
         for gateway in sorted(self._gateways - living):
             lost = e.GatewayLost(rollout_id=self.rollout.id, gateway=gateway)
-            self._take(*fact(self.rollout, lost, time.time()))
+            self._take(*fact(self.rollout, lost, self._clock()))
         self._gateways = living
-        self._take(*fact(self.rollout, e.Tick(rollout_id=self.rollout.id), time.time()))
+        self._take(*fact(self.rollout, e.Tick(rollout_id=self.rollout.id), self._clock()))
         if self._work is not None and self._work.done() and not self._work.cancelled():
             error = self._work.exception()
             self._work = None

@@ -17,7 +17,8 @@ MISSED = 2  # pings in a row that say it is down
 
 @asynccontextmanager
 async def watch(url: str, tell: Callable[[bool], None]) -> AsyncIterator[None]:
-    """Pings it once a second; `tell(True)` when it is down, `tell(False)` when it is back."""
+    """Pings it once a second; `tell(True)` when it is down, `tell(False)` when it is back. The first finding
+    is told in any case: what an earlier supervisor has found may no longer be so."""
     from gateway.limits.redis_link import RedisLink  # only where it is used: it takes long to load
 
     link = RedisLink(url)
@@ -32,16 +33,17 @@ async def watch(url: str, tell: Callable[[bool], None]) -> AsyncIterator[None]:
 
 async def _ping(link: RedisLink, tell: Callable[[bool], None]) -> None:
     missed = 0
+    is_down: bool | None = None
     while True:
         try:
             async with asyncio.timeout(ANSWER_WITHIN):
                 await link.execute("PING")
         except Exception:  # the client library's, the system's, or late: it isn't there
             missed += 1
-            if missed == MISSED:
-                tell(True)
+            finding = True if missed >= MISSED else is_down
         else:
-            if missed >= MISSED:
-                tell(False)
-            missed = 0
+            missed, finding = 0, False
+        if finding is not None and finding is not is_down:
+            is_down = finding
+            tell(is_down)
         await asyncio.sleep(EVERY)

@@ -26,7 +26,7 @@ from gateway.fleet.driver.driver import Driver
 from gateway.fleet.driver.hands import Hands, Site, Team
 from gateway.fleet.driver.redis_watch import watch
 from gateway.fleet.driver.survival import primary_runs, standby_runs, standby_was_there
-from gateway.fleet.errors import EXIT_INVALID, FleetError
+from gateway.fleet.errors import EXIT_DEGRADED, EXIT_INVALID, FleetError
 from gateway.fleet.judge import Verdict
 from gateway.fleet.ledger import Ledger, make_ledger, this_machine
 from gateway.fleet.publisher import Split
@@ -35,7 +35,7 @@ from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Side
 from gateway.fleet.state import FULL_WEIGHT
 from gateway.fleet.unit import UnitStatus
-from gateway.fleet.versions import Running, Versions, entry_of, file_version
+from gateway.fleet.versions import Running, Versions, can_run, entry_of, file_version
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Rollouts:
     """What the supervisor, its admin endpoint and `config apply` use of rollouts.
 
     `bring_up` starts a model's workers as its file, or the rollout that was under way, wants them. `run`
-    then drives what is under way, and what `start` and `undo` begin, until it is cancelled.
+    drives what is under way, and what `start` and `undo` begin, until it is cancelled.
     """
 
     def __init__(self, fleet: FleetFile, site: Site, versions: Versions) -> None:
@@ -76,9 +76,12 @@ class Rollouts:
         self._unfinished = {rollout.model: rollout for rollout in site.records.rollouts()}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._starting: set[str] = set()
+        self._reserved: set[str] = set()
         self._began: dict[str, float] = {}  # slot -> when its process was started
         self._took: dict[str, float] = {}  # model -> seconds of its last start
         self._redis_down = False
+        self._is_running = False
+        self._room = asyncio.Lock()  # what one rollout is promised, the next one must see as taken
         site.workers.watchers.append(self._unit_changed)
 
     # --- models
@@ -116,10 +119,14 @@ class Rollouts:
             for slot in sides[side]:
                 if runs or workers.outlived(slot.name):
                     workers.add(slot, repaired=runs)
+        if self._is_running:
+            self._resume(model, rollout)
 
     def _restored(self, entry: ModelEntry, slug: str) -> _Model:
         """A model as it is known on disk."""
         rollout = self._unfinished.pop(entry.name, None)
+        if rollout is not None and not can_run(entry, rollout.old, rollout.new):
+            rollout = None
         running = self._versions.of(entry)
         last = self._versions.last(entry.name)
         if rollout is not None and not rollout.terminal:
@@ -150,6 +157,21 @@ class Rollouts:
         model = self._models[name]
         return entry_of(model.entry, model.version)
 
+    def variant(self, name: str) -> Variant:
+        """That in which the model runs; a rollout's standby is in the other one."""
+        return self._models[name].variant
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Nobody begins a rollout of these models, which `config apply` changes, until they are released.
+        SwapError when somebody is about to."""
+        names = set(names)
+        for name in sorted(names & self._starting):
+            raise SwapError(f"a rollout of {name} is about to start")
+        self._reserved |= names
+
+    def release(self, *names: str) -> None:
+        self._reserved.difference_update(names)
+
     def configure(self, entry: ModelEntry) -> None:
         """The fleet file says something else of the model; what runs isn't touched, and goes on to count as
         what the file leaves alone. OSError when that can't be written, and isn't so."""
@@ -167,8 +189,8 @@ class Rollouts:
 
     def forget(self, name: str) -> None:
         """The model is gone, and its workers are. OSError when that can't be written."""
-        self._models.pop(name, None)
         self._versions.forget(name)
+        self._models.pop(name, None)
 
     def changed_versions(self) -> dict[str, Version]:
         """Models that run something else than the fleet file says, and what."""
@@ -184,9 +206,8 @@ class Rollouts:
         """Until it is cancelled; what is under way is then on disk, for the next supervisor."""
         for model in self._models.values():
             if model.last is not None and not model.last.terminal:
-                self._drive(model, model.last).resume(
-                    standby_lives=model.standby_lives or not standby_was_there(model.last)
-                )
+                self._resume(model, model.last)
+        self._is_running = True
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if self._fleet.gateway.redis_url is not None:
@@ -197,6 +218,13 @@ class Rollouts:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _resume(self, model: _Model, rollout: Rollout) -> None:
+        lives = model.standby_lives or not standby_was_there(rollout)
+        driver = self._drive(model, rollout)
+        driver.resume(standby_lives=lives)
+        if self._fleet.gateway.redis_url is None:  # it may have had one, which was down
+            driver.report(e.RedisBack(rollout_id=rollout.id))
 
     def _drive(self, model: _Model, rollout: Rollout) -> Driver:
         sides: dict[Side, Sequence[Slot]] = {
@@ -281,8 +309,9 @@ class Rollouts:
     async def _plan(self, model: _Model, old: Version, new: Version, asked: StartRequest) -> Plan:
         standby = model.slots(new, other(model.variant))
         alone = asked.options.strategy == "recreate"
-        beside = [name for name in self._models if not (alone and name == model.entry.name)]
-        ledger = await asyncio.to_thread(self._ledger, beside, standby)
+        beside = [one for one in self._models.values() if not (alone and one is model)]
+        slots = {slot.name: slot for one in beside for slot in (*self._to_come(one), *self._there(one))}
+        ledger = await asyncio.to_thread(self._ledger, [*slots.values(), *standby])
         names = {slot.name for slot in standby}
         workers = tuple(worker for worker in ledger.workers if worker.slot in names)
         return Plan(
@@ -299,11 +328,18 @@ class Rollouts:
             seconds=expected_seconds(self._took.get(model.entry.name), asked.options),
         )
 
-    def _ledger(self, beside: Iterable[str], standby: Iterable[Slot]) -> Ledger:
-        """The workers of some models, and the standby's beside them."""
-        running = [slot for model in beside for slot in self._site.workers.slots(model)]
+    def _there(self, model: _Model) -> list[Slot]:
+        return self._site.workers.slots(model.entry.name)
+
+    def _to_come(self, model: _Model) -> list[Slot]:
+        """The standby of a rollout that has begun, also when it isn't there yet."""
+        if model.driver is None or model.driver.rollout.going_back:
+            return []
+        return model.slots(model.driver.rollout.new, other(model.variant))
+
+    def _ledger(self, slots: Sequence[Slot]) -> Ledger:
         try:
-            return make_ledger(self._fleet, this_machine(), [*running, *standby])
+            return make_ledger(self._fleet, this_machine(), slots)
         except FleetError as error:
             raise SwapError(str(error), error.exit_code) from None
 
@@ -315,18 +351,19 @@ class Rollouts:
             refused = command(model.rollout, _probe_of(model, new, asked), time.time())
             if isinstance(refused, Refusal):  # before the ledger is asked, which takes a while
                 raise SwapError.of(refused)
-            plan = await self._plan(model, model.version, new, asked)
-            if plan.problem:
-                raise SwapError(plan.problem, plan.exit_code)
-            start = e.Start(
-                id=_new_id(),
-                model=model.entry.name,
-                old=model.version,
-                new=new,
-                options=asked.options,
-                misfit=plan.misfit,
-            )
-            return self._begin(model, start)
+            async with self._room:
+                plan = await self._plan(model, model.version, new, asked)
+                if plan.problem:
+                    raise SwapError(plan.problem, plan.exit_code)
+                start = e.Start(
+                    id=_new_id(),
+                    model=model.entry.name,
+                    old=model.version,
+                    new=new,
+                    options=asked.options,
+                    misfit=plan.misfit,
+                )
+                return self._begin(model, start)
 
     async def undo(self, name: str) -> Rollout:
         """Back to the version before the last rollout."""
@@ -335,16 +372,26 @@ class Rollouts:
             refused = command(model.rollout, e.Undo(id="-"), time.time())
             if isinstance(refused, Refusal):
                 raise SwapError.of(refused)
-            assert model.rollout is not None
-            back = StartRequest(source=model.rollout.old.source, options=model.rollout.options)
-            plan = await self._plan(model, model.version, model.rollout.old, back)
-            return self._begin(model, e.Undo(id=_new_id(), misfit=plan.misfit))
+            last = model.rollout
+            assert last is not None
+            runs, brought = self.runs(model.entry.name), entry_of(model.entry, last.new)
+            if (runs.source, runs.worker) != (brought.source, brought.worker):
+                raise SwapError(
+                    f"nothing to undo: {model.entry.name} no longer runs what rollout {last.id} brought in, "
+                    f"but {runs.source}, as the fleet file says since; `pagefleet swap start` goes elsewhere"
+                )
+            back = StartRequest(source=last.old.source, options=last.options)
+            async with self._room:
+                plan = await self._plan(model, model.version, last.old, back)
+                return self._begin(model, e.Undo(id=_new_id(), misfit=plan.misfit))
 
     @contextlib.contextmanager
     def _one_at_a_time(self, model: _Model) -> Iterator[None]:
         """While the ledger is asked, nobody else may begin."""
         if model.entry.name in self._starting:
             raise SwapError(f"a rollout of {model.entry.name} is about to start")
+        if model.entry.name in self._reserved:
+            raise SwapError(f"`config apply` is changing {model.entry.name}; try again when that is over")
         self._starting.add(model.entry.name)
         try:
             yield
@@ -356,6 +403,8 @@ class Rollouts:
         if isinstance(answer, Refusal):
             raise SwapError.of(answer)
         rollout, actions = answer
+        if self._redis_down and rollout.recreate:
+            raise SwapError("Redis is down: users would wait until it is back", EXIT_DEGRADED)
         try:
             self._site.records.save(rollout)
         except OSError as error:
