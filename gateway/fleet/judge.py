@@ -9,6 +9,13 @@ later, are its tokens slower. A crash of the canary answers them all. The rules:
   measured values within the limits. In between (over a limit, perhaps by chance): hold, until more requests
   have told.
 - A failure is final: `judge` returns it again whatever the numbers say later.
+- What a rollout has gathered since its beginning counts towards `min_requests`, but it can't hide what begins
+  later: where counts are of more than the present `step`, that is tested by itself as well, and the worse
+  finding counts. `step_least` of its own requests are needed, 10 of 50: two errors in ten, against a limit of
+  1 %, are no chance (p = 0.004), one holds until there were 99 without; of ten times against ten, p falls
+  below `ALPHA` when the canary's, with the limit taken off, is the longer in 82 of the 100 pairs, and the
+  step holds when it is in more than 50. Errors that begin on a step, in a share q of the requests, stay
+  unseen there with the chance (1 - q)**n: of ten, 3 % for q = 0.3; of a longer hold's 50, 0.5 % for q = 0.1.
 
 **Errors**: the exact binomial test against `max_error_rate` (Clopper and Pearson, Biometrika 26, 1934: the
 normal approximation is useless at one error in a hundred), and Fisher's exact test against the primary: when
@@ -19,9 +26,9 @@ histogram. The bulk is compared with the rank-sum test of Mann and Whitney (Anna
 18, 1947; with the correction for ties), the canary against the primary's times multiplied by the limit. It is
 the test of Netflix's judge in Kayenta, chosen for the same reason: latencies have long tails, in which a mean
 of fifty samples drowns. What ranks don't see, a few very slow requests, the second test sees: how many lie
-above `limit` times the primary's 95th percentile, by Fisher's test. The ratio that is shown is the estimator
-that belongs to the ranks, the median of all ratios of pairs (Hodges and Lehmann, ibid. 34, 1963). Differences
-smaller than `INDIFFERENT` seconds are nobody's concern, whatever their ratio.
+above `limit` times the primary's 95th percentile, by Fisher's test; a single one is no tail. The ratio that
+is shown is the estimator that belongs to the ranks, the median of all ratios of pairs (Hodges and Lehmann,
+ibid. 34, 1963). Differences smaller than `INDIFFERENT` seconds are nobody's concern, whatever their ratio.
 
 Looking again and again raises the chance of a false alarm. It stays below one in a hundred for a canary that
 is as good as the primary (tests/gateway/test_judge.py tries that), because the limits leave room: a ratio of
@@ -30,6 +37,7 @@ is as good as the primary (tests/gateway/test_judge.py tries that), because the 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Protocol
 
 import msgspec
@@ -46,11 +54,14 @@ from gateway.fleet.statistics import (
 )
 
 Outcome = Literal["pass", "hold", "fail"]
-Reference = Literal["same interval", "before the rollout"]
+Reference = Literal["same interval", "earlier steps", "before the rollout"]
 
 ALPHA = 0.01
 TAIL = 0.95
 INDIFFERENT = {"ttft": 0.010, "tpot": 0.001}  # seconds
+STEP_SHARE = 0.2  # of the least requests, those that each step must show anew
+TESTABLE = 5  # times; fewer against as few can't reach ALPHA
+SEVERITY: dict[Outcome, int] = {"pass": 0, "hold": 1, "fail": 2}
 
 
 class Limits(Protocol):
@@ -107,7 +118,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
     """One question's numbers. `canary`, `primary`: error rates, or medians in seconds; None without samples.
 
     `ratio`: of the times; `tail`: the share of the canary's times above the limit times the primary's 95th
-    percentile. `p`: the chance of numbers this bad, or worse, if the canary were just within the limit.
+    percentile. `p`: the chance of numbers this bad, or worse, if the canary were just within the limit; None
+    where there were too few to say.
     """
 
     name: Literal["error_rate", "ttft", "tpot", "crashes"]
@@ -132,33 +144,53 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reference: Reference = "same interval"
 
 
+def step_least(limits: Limits) -> int:
+    """How many requests each step must show by itself."""
+    return min(limits.min_requests, max(TESTABLE, math.ceil(STEP_SHARE * limits.min_requests)))
+
+
 def judge(
     canary: Window,
     primary: Window,
     limits: Limits,
     *,
+    step: tuple[Window, Window] | None = None,
     reference: Reference = "same interval",
     before: Verdict | None = None,
 ) -> Verdict:
     """The verdict on one interval; `before`: the last one on the same step, which stands if it is a failure.
+    `step`: the present step's part of canary and primary, where these are of more than that.
 
     At 100 % the primary has no users to be compared on. There, `primary` is what it did before the rollout,
     when it carried the load that the canary carries now, and `reference` says so.
     """
     if before is not None and before.outcome == "fail":
         return before
-    measures = (
-        _crashes(canary),
-        _errors(canary, primary, limits),
-        _times("ttft", canary.ttft, primary.ttft, limits.max_ttft_ratio, limits.min_requests),
-        _times("tpot", canary.tpot, primary.tpot, limits.max_tpot_ratio, limits.min_requests),
-    )
+    measures = _measures(canary, primary, limits, limits.min_requests)
+    if step is not None:
+        measures = tuple(map(_worse, measures, _measures(*step, limits, step_least(limits))))
     for outcome in ("fail", "hold"):
         reasons = [measure.reason for measure in measures if measure.outcome == outcome]
         if reasons:
             reason = "; ".join(dict.fromkeys(reasons))
             return Verdict(outcome=outcome, reason=reason, measures=measures, reference=reference)
     return Verdict(outcome="pass", reason="within all limits", measures=measures, reference=reference)
+
+
+def _measures(canary: Window, primary: Window, limits: Limits, least: int) -> tuple[Measure, ...]:
+    return (
+        _crashes(canary),
+        _errors(canary, primary, limits.max_error_rate, least),
+        _times("ttft", canary.ttft, primary.ttft, limits.max_ttft_ratio, least),
+        _times("tpot", canary.tpot, primary.tpot, limits.max_tpot_ratio, least),
+    )
+
+
+def _worse(whole: Measure, step: Measure) -> Measure:
+    """Too few in all say nothing, whatever the step's say."""
+    if whole.p is None or SEVERITY[step.outcome] <= SEVERITY[whole.outcome]:
+        return whole
+    return msgspec.structs.replace(step, reason=f"{step.reason}, on this step")
 
 
 def _crashes(canary: Window) -> Measure:
@@ -172,13 +204,13 @@ def _crashes(canary: Window) -> Measure:
     )
 
 
-def _errors(canary: Window, primary: Window, limits: Limits) -> Measure:
-    limit, n, errors = limits.max_error_rate, canary.requests, canary.errors
+def _errors(canary: Window, primary: Window, limit: float, least: int) -> Measure:
+    n, errors = canary.requests, canary.errors
     rate = errors / n if n else None
-    p = binomial_tail(errors, n, limit)
+    p = binomial_tail(errors, n, limit) if n >= least else None
     outcome: Outcome = "hold"
-    if rate is None or n < limits.min_requests:
-        reason = f"{n} of {limits.min_requests} requests seen by the canary"
+    if rate is None or p is None:
+        reason = f"{n} of {least} requests seen by the canary"
     elif rate <= limit:
         outcome, reason = "pass", f"{errors} errors in {n} requests"
     elif p >= ALPHA:
@@ -242,7 +274,7 @@ def _times(
     ratio = median_ratio(canary, primary)
     slower = f"{late}: {ratio:.2f} times the primary's, limit {limit:g}"
     straggling = f"{late}: {tail:.0%} are over {limit:g} times the primary's 95th percentile"
-    findings = [(slower, p)] * (share > 0.5) + [(straggling, p_tail)] * (tail > 1 - TAIL)
+    findings = [(slower, p)] * (share > 0.5) + [(straggling, p_tail)] * (tail > 1 - TAIL and slow > 1)
     outcome: Outcome = "pass"
     reason = f"{plural}: {ratio:.2f} times the primary's"
     if findings:

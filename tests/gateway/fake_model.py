@@ -4,11 +4,11 @@
 
 A request for `{"model": "m", "fake": {"chunks": 20, "delay": 0.05}}` is answered slowly, as a stream if it
 says so. Behaviours, joined by "__": `wrong` answers golden prompts wrong, `moody` never twice the same, `nan`
-with numbers that aren't, `silent` with nothing, `errs` gives users 500, `slow` takes 600 ms more to the first
-token (on a busy machine less is nothing), `mortal-N` dies N seconds after it is ready, `stuck` doesn't end
-when told to, `late-N` takes N seconds to load, `crash` doesn't start, `impostor` is somebody else once it is
-ready, `cold` flaps (ready and well only every second time that it is asked) and gives users 500 until it has
-answered a golden prompt.
+with numbers that aren't, `silent` with nothing, `errs` gives users 500, `weary-N` gives probes 500 after the
+Nth, `slow` takes 600 ms more to the first token (on a busy machine less is nothing), `mortal-N` dies N seconds
+after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds to load, `crash` doesn't start,
+`impostor` is somebody else once it is ready, `cold` flaps (ready and well only every second time that it is
+asked) and gives users 500 until it has answered a golden prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ class Model:
         self.ttft: Counter[int] = Counter()
         self.tpot: Counter[int] = Counter()
         self.aborted = asyncio.Event()
+        self.probes = 0
 
     def number(self, name: str) -> float | None:
         """N of the behaviour `name-N`."""
@@ -127,7 +129,9 @@ async def answer(model: Model, path: str, body: dict[str, Any], writer: asyncio.
     """Counts its times, as workers do."""
     fake = body.get("fake", {})
     is_probe = path == "/generate_stream"
-    if ("errs" in model.behaviour and (fake or is_probe)) or (model.is_cold and fake):
+    model.probes += is_probe
+    is_weary = is_probe and model.probes > (model.number("weary") or math.inf)
+    if is_weary or ("errs" in model.behaviour and (fake or is_probe)) or (model.is_cold and fake):
         send(
             writer, 500, {"error": {"message": "it errs", "type": "t", "param": None, "code": "engine_error"}}
         )

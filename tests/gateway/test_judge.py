@@ -11,7 +11,7 @@ import pytest
 
 from contracts.times import bucket_of, seconds_of
 from gateway.config import Judge as Limits
-from gateway.fleet.judge import Verdict, Window, judge
+from gateway.fleet.judge import Verdict, Window, judge, step_least
 from gateway.fleet.statistics import (
     binomial_tail,
     fisher_tail,
@@ -140,6 +140,78 @@ def test_a_failure_is_final():
     assert judge(window(500), window(1000, seed=2), LIMITS, before=held).outcome == "pass"
 
 
+GOOD = window(1000), window(1000, seed=2)  # of the steps before
+
+
+def on_step(canary: Window, primary: Window, earlier: tuple[Window, Window] = GOOD) -> Verdict:
+    return judge(earlier[0] + canary, earlier[1] + primary, LIMITS, step=(canary, primary))
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"errors": 3}, "the canary errs: 3 of 10 requests"),
+        ({"ttft": 0.2 * 6}, "first tokens are late"),
+        ({"tpot": 0.02 * 3}, "tokens are slow"),
+    ],
+)
+def test_what_begins_on_a_later_step_isnt_hidden_by_what_was_before(bad: dict[str, float], reason: str):
+    canary = window(10, **bad)  # type: ignore[arg-type]
+    assert judge(GOOD[0] + canary, GOOD[1] + window(10, seed=5), LIMITS).outcome == "pass"
+    verdict = on_step(canary, window(10, seed=5))
+    assert (verdict.outcome, reason in verdict.reason) == ("fail", True)
+    assert verdict.reason.endswith("on this step")
+
+
+def test_each_step_must_show_some_requests_of_its_own():
+    assert step_least(LIMITS) == 10
+    verdict = on_step(window(9), window(9, seed=5))
+    assert verdict.outcome == "hold"
+    assert "9 of 10 requests seen by the canary, on this step" in verdict.reason
+    assert on_step(window(10), window(10, seed=5)).outcome == "pass"
+    assert on_step(window(10, errors=1), window(10, seed=5)).outcome == "hold"
+    assert on_step(window(100, errors=1), window(100, seed=5)).outcome == "pass"
+    assert [step_least(Limits(min_requests=n)) for n in (1, 5, 20, 1000)] == [1, 5, 5, 200]
+
+
+def test_too_few_in_all_say_nothing_however_bad():
+    few = window(30, errors=10, ttft=3), window(30, seed=2)
+    assert judge(*few, LIMITS, step=few).outcome == "hold"
+
+
+def test_one_of_ten_is_no_tail():
+    slow = Window(requests=1, ttft={bucket_of(30): 1}, tpot={bucket_of(3): 1})
+    assert on_step(window(9) + slow, window(10, seed=5)).outcome == "pass"
+    very_slow = Window(requests=6, ttft={bucket_of(30): 6}, tpot={bucket_of(0.02): 6})
+    assert on_step(window(7) + very_slow, window(13, seed=5)).outcome == "fail"
+
+
+@pytest.mark.parametrize(("becomes", "failed"), [(1.0, 0), (3.0, 50)])
+def test_a_canary_that_turns_bad_on_its_third_step_is_seen_and_a_good_one_passes(becomes: float, failed: int):
+    """50 rollouts of three steps of probes, looked at after every fifth pair until they pass. One may come to
+    another end."""
+    dice = random.Random(11)
+    outcomes = [_rollout(dice, (1.0, 1.0, becomes)) for _ in range(50)]
+    assert abs(outcomes.count("fail") - failed) <= 1
+    assert abs(outcomes.count("pass") - (50 - failed)) <= 1
+
+
+def _rollout(dice: random.Random, slowness: tuple[float, ...]) -> str:
+    earlier = Window(), Window()
+    for slower in slowness:
+        step = Window(), Window()
+        for _ in range(40):
+            step = step[0] + _lot(dice, 5, 0.3, slower, 0.0), step[1] + _lot(dice, 5, 0.3)
+            whole = earlier[0] + step[0], earlier[1] + step[1]
+            outcome = judge(*whole, LIMITS, step=step).outcome
+            if outcome != "hold":
+                break
+        if outcome != "pass":
+            return outcome
+        earlier = whole
+    return "pass"
+
+
 def test_a_verdict_is_kept_as_json():
     verdict = judge(window(60, errors=8), window(1000, seed=2), LIMITS, reference="before the rollout")
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
@@ -167,13 +239,13 @@ def test_false_alarms_are_rare_though_it_looks_again_and_again(spread: float):
     assert alarms <= 1
 
 
-def _lot(dice: random.Random, n: int, spread: float) -> Window:
-    errors = sum(dice.random() < 0.003 for _ in range(n))
+def _lot(dice: random.Random, n: int, spread: float, slower: float = 1.0, rate: float = 0.003) -> Window:
+    errors = sum(dice.random() < rate for _ in range(n))
     return Window(
         requests=n,
         errors=errors,
-        ttft=times([0.2 * dice.lognormvariate(0, spread) for _ in range(n - errors)]),
-        tpot=times([0.02 * dice.lognormvariate(0, spread / 3) for _ in range(n - errors)]),
+        ttft=times([slower * 0.2 * dice.lognormvariate(0, spread) for _ in range(n - errors)]),
+        tpot=times([slower * 0.02 * dice.lognormvariate(0, spread / 3) for _ in range(n - errors)]),
     )
 
 

@@ -16,7 +16,7 @@ from gateway.config import load_fleet
 from gateway.fleet.driver.asked import StartRequest, SwapError
 from gateway.fleet.ledger import make_ledger
 from gateway.fleet.reaper import marked, read_records
-from gateway.fleet.rollout import Options, Rollout
+from gateway.fleet.rollout import Options, Rollout, Version
 from gateway.fleet.rollout import events as e
 from tests.gateway.swapping import PATIENCE, Swapping, fleet_file, swapping, users
 
@@ -92,6 +92,7 @@ BAD = [
     ("silent", "rolled_back", 4, "with nothing"),
     ("errs", "rolled_back", 4, "the canary errs"),
     ("slow", "rolled_back", 4, "first tokens are late"),
+    ("weary-12", "rolled_back", 4, "the canary errs"),
     ("late-1__mortal-1", "rolled_back", 4, "the standby crashed: m-alt-0 exited with code 3"),
 ]
 
@@ -100,7 +101,8 @@ async def test_what_is_bad_goes_back_by_itself(tmp_path: Path) -> None:
     async with swapping(fleet_file(tmp_path, "golden: [{prompt: 'What is 2+2?', expect: '4'}]")) as fleet:
         pid = pid_of(fleet, "m-0")
         for behaviour, outcome, exit_code, reason in BAD:
-            await fleet.start(f"fake/{behaviour}", hold=30.0 if "mortal" in behaviour else 0.0)
+            hold = 30.0 if "mortal" in behaviour else 0.0
+            await fleet.start(f"fake/{behaviour}", hold=hold, steps=(10.0, 50.0, 100.0))
             rollout = await fleet.over()
             assert (rollout.phase, rollout.exit_code) == (outcome, exit_code), (behaviour, rollout.reason)
             assert reason in rollout.reason
@@ -293,6 +295,17 @@ def test_what_can_not_be_asked_for_is_said_in_the_words_of_the_fleet_file(
         new_version(entry, file_version(entry), asked)
     assert message in str(refused.value)
     assert refused.value.exit_code == 2
+
+
+def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
+    from gateway.fleet.driver.asked import new_version
+
+    (entry,) = load_fleet(fleet_file(tmp_path)).models
+    running = Version(source="fake/later", worker={"max_num_seqs": 8, "dtype": "float32"})
+    options_alone = new_version(entry, running, StartRequest(set={"max_num_seqs": 4}))
+    assert options_alone == Version(source="fake/later", worker={"max_num_seqs": 4, "dtype": "float32"})
+    source_alone = new_version(entry, running, StartRequest(source="fake/ok"))
+    assert source_alone == Version(source="fake/ok", worker=running.worker)
 
 
 async def test_a_primary_that_dies_during_a_rollout_is_started_again(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from contracts.times import seconds_of
 from gateway.config import Judge, ModelEntry
 from gateway.fleet.driver import driver as driving
+from gateway.fleet.driver import judging, measure
 from gateway.fleet.driver.measure import Sample, since, verdict_on
+from gateway.fleet.driver.peer import Lost, Times
 from gateway.fleet.driver.proof import matches
 from gateway.fleet.driver.records import Records
 from gateway.fleet.driver.redis_watch import watch
 from gateway.fleet.driver.survival import primary_runs, standby_runs, standby_was_there
-from gateway.fleet.judge import Window
+from gateway.fleet.judge import Verdict, Window, step_least
 from gateway.fleet.rollout import Options, Rollout, Version, record_of
 from gateway.fleet.rollout import events as e
 from gateway.fleet.versions import Running, Versions, file_version
@@ -60,6 +63,127 @@ def test_a_version_with_all_users_is_compared_with_the_time_before() -> None:
     assert (verdict.outcome, verdict.reference) == ("pass", "before the rollout")
     assert verdict_on(users(50, SLOW), Sample(), before, LIMITS, None).outcome == "fail"
     assert verdict_on(users(50), Sample(), Sample(), LIMITS, None).outcome == "hold"
+
+
+def probed(count: int, bucket: int = FAST, *, earlier: int = 0, of_users: int = 0) -> Sample:
+    """Probes of a step, after those of earlier steps that were fast; and how many users came beside them."""
+    return probes(count, bucket) + Sample(
+        users=Window(requests=of_users), earlier=window(earlier, FAST) if earlier else Window()
+    )
+
+
+def test_probes_of_earlier_steps_count_on_but_each_step_is_seen_by_itself() -> None:
+    assert verdict_on(probed(5), probed(5), Sample(), LIMITS, None).outcome == "hold"
+    whole = probed(5, earlier=10)
+    assert verdict_on(whole, whole, Sample(), LIMITS, None).outcome == "pass"
+    assert verdict_on(probed(4, earlier=50), whole, Sample(), LIMITS, None).outcome == "hold"
+    late = verdict_on(probed(8, SLOW, earlier=999), probed(8, earlier=999), Sample(), LIMITS, None)
+    assert (late.outcome, "on this step" in late.reason) == ("fail", True)
+
+
+def test_a_canary_with_more_users_is_compared_with_the_old_version_as_it_was_when_it_had_them() -> None:
+    """It may be later than one that has nothing to do any more; later than both it is bad."""
+    loaded = probed(8, FAST + 40, earlier=20, of_users=6)
+    idle = probed(8, earlier=20)
+    assert verdict_on(loaded, idle, Sample(), LIMITS, None).outcome == "fail"
+    was_loaded = msgspec.structs.replace(idle, earlier=window(20, FAST + 40))
+    verdict = verdict_on(loaded, was_loaded, Sample(), LIMITS, None)
+    assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
+    bad = probed(8, SLOW, earlier=20, of_users=6)
+    assert verdict_on(bad, was_loaded, Sample(), LIMITS, None).outcome == "fail"
+    unloaded = probed(8, FAST + 40, earlier=20)  # without users there is no excuse
+    assert verdict_on(unloaded, was_loaded, Sample(), LIMITS, None).outcome == "fail"
+
+
+def test_an_old_version_that_no_longer_answers_is_compared_as_it_was() -> None:
+    gone = Sample(probes=Window(requests=8, errors=8), earlier=window(20, FAST))
+    verdict = verdict_on(probed(8, earlier=20), gone, Sample(), LIMITS, None)
+    assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
+    assert verdict_on(probed(8, SLOW, earlier=20), gone, Sample(), LIMITS, None).outcome == "fail"
+
+
+class _Worker:
+    """A peer that answers probes at once: `bucket` is their time, None an error."""
+
+    def __init__(self, target: str, bucket: int | None = FAST) -> None:
+        self.target = target
+        self.bucket = bucket
+        self.probes = 0
+
+    async def get(self, _: str) -> dict[str, object]:
+        return {"ttft": {}, "tpot": {}}
+
+    async def timed(self, *_: object) -> Times:
+        self.probes += 1
+        if self.bucket is None:
+            raise Lost("it errs")
+        return Times(seconds_of(self.bucket), seconds_of(self.bucket))
+
+
+class _NoUsers:
+    def window(self, model: str, targets: object) -> Window:
+        return Window()
+
+
+class _Step:
+    """Verdicts of one step after another, at the pace of the test."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(judging, "EVERY", 0.01)
+        monkeypatch.setattr(measure, "PROBE_PAUSE", 0.001)
+        self._verdicts: asyncio.Queue[Verdict] = asyncio.Queue()
+        self._folder = folder
+        self.new, self.old = _Worker("m-alt-0.1"), _Worker("m-0.1")
+        self.restart()
+
+    def restart(self) -> None:
+        """A supervisor that knows nothing of what was measured before."""
+        self._judging = judging.Judging(
+            _NoUsers(), Records(self._folder), "m", LIMITS, self._take, lambda: None
+        )
+
+    def _take(self, happened: e.Fact) -> None:
+        assert isinstance(happened, e.Judged)
+        self._verdicts.put_nowait(happened.verdict)
+
+    async def judged(self) -> tuple[Verdict, int]:
+        """The step's first verdict that isn't *hold*, and how many requests of the canary it saw."""
+        one = rollout(phase="judging", standby_bp=500)
+        running = asyncio.create_task(self._judging.run(one, 1, [self.new], [self.old]))  # type: ignore[list-item]
+        try:
+            async with asyncio.timeout(30):
+                while (verdict := await self._verdicts.get()).outcome == "hold":
+                    continue
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        while not self._verdicts.empty():
+            self._verdicts.get_nowait()
+        return verdict, verdict.measures[1].canary_samples
+
+
+async def test_what_begins_on_the_third_step_is_seen_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bucket, reason in ((SLOW, "late"), (None, "errs")):
+        step = _Step(tmp_path, monkeypatch)
+        assert (await step.judged())[0].outcome == "pass"
+        assert (await step.judged())[0].outcome == "pass"
+        step.new.bucket = bucket
+        verdict, _ = await step.judged()
+        assert (verdict.outcome, reason in verdict.reason) == ("fail", True)
+
+
+async def test_a_supervisors_successor_counts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _Step(tmp_path, monkeypatch)
+    _, first = await step.judged()
+    assert first >= LIMITS.min_requests
+    _, second = await step.judged()
+    assert second >= first + step_least(LIMITS)
+    step.restart()
+    asked = step.new.probes
+    _, third = await step.judged()
+    assert LIMITS.min_requests <= third <= step.new.probes - asked
 
 
 def test_times_of_an_earlier_rollouts_probes_are_no_users() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gateway.config import Judge
 from gateway.fleet.commands import Slot
-from gateway.fleet.driver.measure import Meter, Prober, Sample, since, verdict_on
+from gateway.fleet.driver.judging import Judging
 from gateway.fleet.driver.memory import until_free
 from gateway.fleet.driver.peer import Lost, Peer, Refused, peers
 from gateway.fleet.driver.proof import Unproven, check_identity, run_golden, warm_up
@@ -23,9 +23,6 @@ from gateway.fleet.unit import Timing, UnitStatus
 from gateway.fleet.workers import Workers, gpus_of
 
 POLL = 0.1  # seconds between looks at states and boards
-JUDGE_EVERY = 1.0
-MEASURE_WITHIN = 60.0  # seconds that recreate measures the old version before users have to wait
-BEFORE_PROBES = 3  # times as many as the judge needs at least
 RESTORE_TRIES = 3  # crashes of the old version, started again, that say it can't be
 
 GONE = ("backoff", "failed", "stopped")
@@ -68,11 +65,12 @@ class Hands:
         self._site = site
         self._team = team
         self._report = report
-        self._last = last
         first = team.slots["primary"][0]
-        self._entry = first.entry
+        self._golden = first.entry.golden
         self._model = first.entry.name
-        self._meter = Meter(site.observer, self._model)
+        self._judging = Judging(
+            site.observer, site.records, self._model, first.entry.judge or Judge(), report, last
+        )
         self._epoch = 0  # of the routes file with the latest weights
 
     async def carry_out(self, rollout: Rollout, actions: Sequence[e.Action]) -> None:
@@ -95,7 +93,8 @@ class Hands:
             case e.SetWeights():
                 await self._set_weights(rollout, action)
             case e.Judge():
-                await self._judge(rollout, action.change)
+                async with peers(self._peers("standby")) as new, peers(self._peers("primary")) as old:
+                    await self._judging.run(rollout, action.change, new, old)
             case e.AwaitBarrier():
                 await self._barrier(rollout.id, action)
             case e.Drain():
@@ -161,7 +160,7 @@ class Hands:
         async with peers(self._peers("standby")) as standby:
             try:
                 for peer in standby:
-                    await run_golden(peer, self._entry.golden)
+                    await run_golden(peer, self._golden)
             except Unproven as error:
                 self._report(e.GoldenFailed(rollout_id=rollout_id, reason=str(error)))
                 return
@@ -170,8 +169,9 @@ class Hands:
     # --- users
 
     async def _set_weights(self, rollout: Rollout, wanted: e.SetWeights) -> None:
-        if wanted.hold and rollout.leaving == "primary" and self._site.records.before(rollout) is None:
-            await self._measure_before(rollout)
+        if wanted.hold and rollout.leaving == "primary":
+            async with peers(self._peers("primary")) as old:
+                await self._judging.measure_before(rollout, old)
         primary, standby = (self._team.slots[side][0].variant for side in ("primary", "standby"))
         split = Split(
             weights={primary: wanted.primary_bp, standby: wanted.standby_bp},
@@ -195,57 +195,6 @@ class Hands:
                 break
             await asyncio.sleep(POLL)
         self._report(e.BarrierReached(rollout_id=rollout_id, change=wanted.change))
-
-    # --- the judge
-
-    async def _judge(self, rollout: Rollout, change: int) -> None:
-        limits = self._entry.judge or Judge()
-        canary, primary = Sample(), Sample()
-        verdict: Verdict | None = None
-        async with peers(self._peers("standby")) as new, peers(self._peers("primary")) as old:
-            start = await self._meter.read([*new, *old])
-
-            def probes_wanted() -> bool:
-                """Until the judge has made up his mind; users, where there are enough, tell by themselves."""
-                undecided = verdict is None or verdict.outcome == "hold"
-                return undecided and not canary.by_users(limits)
-
-            probing = asyncio.create_task(self._probe([*new, *old], rollout, probes_wanted))
-            try:
-                while True:
-                    await asyncio.sleep(JUDGE_EVERY)
-                    counts = await self._meter.read([*new, *old])
-                    canary = since({peer.target: counts[peer.target] for peer in new}, start)
-                    primary = since({peer.target: counts[peer.target] for peer in old}, start)
-                    before = self._site.records.before(rollout) or since(
-                        {peer.target: counts[peer.target] for peer in old}, {}
-                    )
-                    verdict = verdict_on(canary, primary, before, limits, self._last())
-                    self._report(e.Judged(rollout_id=rollout.id, change=change, verdict=verdict))
-            finally:
-                probing.cancel()
-                await asyncio.gather(probing, return_exceptions=True)
-
-    async def _probe(self, at: Sequence[Peer], rollout: Rollout, wanted: Callable[[], bool]) -> None:
-        if rollout.options.probes:
-            await Prober(self._meter).run(at, wanted)
-
-    async def _measure_before(self, rollout: Rollout) -> None:
-        """Recreate: what the old version did in its life, and with probes now if users were few: many of
-        them, since there will be no more when the judge doubts."""
-        limits = self._entry.judge or Judge()
-        enough = BEFORE_PROBES * limits.min_requests
-        async with peers(self._peers("primary")) as old:
-            prober = Prober(self._meter)
-            deadline = asyncio.get_running_loop().time() + MEASURE_WITHIN
-            while True:
-                before = since(await self._meter.read(old), {})
-                late = asyncio.get_running_loop().time() > deadline
-                measured = before.by_users(limits) or before.probes.requests >= enough
-                if late or measured or not old or not rollout.options.probes:
-                    break
-                await prober.once(old)
-        self._site.records.save_before(rollout, before)
 
     # --- the end of a version
 

@@ -5,6 +5,10 @@ only grow, so an interval is the difference of two readings. While the new versi
 judged by, the driver asks both versions the same prompts at the same time, straight at the workers, and takes
 the times by itself. Users' requests and probes aren't the same work, so times are compared users with users,
 or probes with probes, never a mixture of one with a mixture of the other; errors count wherever they happen.
+
+Users' requests count by step, since a version's load changes with its share of the users. Probes go straight
+to the workers, so those of a rollout's earlier steps count on; each step must show some of its own, which are
+judged by themselves, too (gateway/fleet/judge.py). They are forgotten with the supervisor's process.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from contracts.times import Times as Buckets
 from contracts.times import bucket_of
 from gateway.fleet.driver.peer import Lost, Peer, Refused
 from gateway.fleet.driver.proof import tokens
-from gateway.fleet.judge import Limits, Reference, Verdict, Window, judge
+from gateway.fleet.judge import SEVERITY, Limits, Reference, Verdict, Window, judge, step_least
 
 PROBE_LENGTHS = (16, 24, 32)  # tokens
 PROBE_TOKENS = 4
@@ -40,13 +44,18 @@ class Counts(Protocol):
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What one version did: for users (with the probes' times in it, which the workers don't tell apart), and
-    for probes alone."""
+    for probes alone; `earlier`: for probes of the steps before."""
 
     users: Window = Window()
     probes: Window = Window()
+    earlier: Window = Window()
 
     def __add__(self, other: Sample) -> Sample:
-        return Sample(users=self.users + other.users, probes=self.probes + other.probes)
+        return Sample(
+            users=self.users + other.users,
+            probes=self.probes + other.probes,
+            earlier=self.earlier + other.earlier,
+        )
 
     def by_users(self, limits: Limits) -> bool:
         """Whether there are users enough to be judged by. Their number is the gateways': the workers' times
@@ -68,14 +77,38 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 def verdict_on(
     canary: Sample, primary: Sample, before: Sample, limits: Limits, last: Verdict | None
 ) -> Verdict:
-    """On an interval. Where the primary has too few users in it to be a measure (at 100 %, or when it is
+    """On a step so far. Where the primary has too few users in it to be a measure (at 100 %, or when it is
     gone), what it did `before` is: in its life so far, when it carried the load that the canary has now."""
-    by_users = canary.by_users(limits)
-    in_time = primary.by_users(limits) if by_users else primary.probes.requests > 0
-    reference: Reference = "same interval"
-    if not in_time and (before.by_users(limits) or not by_users):
-        primary, reference = before, "before the rollout"
-    return judge(canary.window(by_users), primary.window(by_users), limits, reference=reference, before=last)
+    if canary.by_users(limits):
+        reference: Reference = "same interval"
+        if not primary.by_users(limits) and before.by_users(limits):
+            primary, reference = before, "before the rollout"
+        return judge(canary.window(True), primary.window(True), limits, reference=reference, before=last)
+    if primary.probes.requests:
+        return _by_probes(canary, primary, limits, last)
+    return judge(
+        canary.window(False), before.window(False), limits, reference="before the rollout", before=last
+    )
+
+
+def _by_probes(canary: Sample, primary: Sample, limits: Limits, last: Verdict | None) -> Verdict:
+    """The probes of a canary with more users to serve may be later than those of a version that has little
+    left to do, if they aren't later than that one's were on the steps before, when it had more. The milder
+    verdict counts then: what has become slow is later than both."""
+
+    def verdict(other: Window, reference: Reference) -> Verdict:
+        return judge(*whole, limits, step=(step, other), reference=reference, before=last)
+
+    step, other, least = canary.window(False), primary.window(False), step_least(limits)
+    whole = step + canary.earlier, other + primary.earlier
+    same = verdict(other, "same interval")
+    if primary.earlier.requests < least:
+        return same
+    if sum(other.ttft.values()) < least <= sum(step.ttft.values()):  # it doesn't answer any more
+        return verdict(primary.earlier, "earlier steps")
+    if canary.users.requests <= primary.users.requests:
+        return same
+    return min(same, verdict(primary.earlier, "earlier steps"), key=lambda one: SEVERITY[one.outcome])
 
 
 class Meter:
@@ -116,7 +149,9 @@ def since(now: Mapping[str, Sample], then: Mapping[str, Sample]) -> Sample:
     total = Sample()
     for target, sample in now.items():
         start = then.get(target, Sample())
-        total += Sample(users=sample.users - start.users, probes=sample.probes - start.probes)
+        total += Sample(
+            users=sample.users - start.users, probes=sample.probes - start.probes, earlier=start.probes
+        )
     return total
 
 

@@ -1,0 +1,85 @@
+"""What the judge looks at while a step lasts: both versions measured, and asked while their users are few."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from gateway.fleet.driver.measure import Counts, Meter, Prober, Sample, since, verdict_on
+from gateway.fleet.driver.peer import Peer
+from gateway.fleet.driver.records import Records
+from gateway.fleet.judge import Limits, Verdict
+from gateway.fleet.rollout import Rollout
+from gateway.fleet.rollout import events as e
+
+EVERY = 1.0  # seconds
+MEASURE_WITHIN = 60.0  # seconds that recreate measures the old version before users have to wait
+BEFORE_PROBES = 3  # times as many as the judge needs at least
+
+
+class Judging:
+    """Of one rollout. Verdicts are told to `report`; `last` is the latest one on the present step."""
+
+    def __init__(
+        self,
+        counts: Counts,
+        records: Records,
+        model: str,
+        limits: Limits,
+        report: Callable[[e.Fact], None],
+        last: Callable[[], Verdict | None],
+    ) -> None:
+        self._records = records
+        self._limits = limits
+        self._report = report
+        self._last = last
+        self._meter = Meter(counts, model)
+
+    async def run(self, rollout: Rollout, change: int, new: Sequence[Peer], old: Sequence[Peer]) -> None:
+        """A step, from now on until it is cancelled."""
+        both = [*new, *old]
+        start = await self._meter.read(both)
+        canary = Sample()
+        verdict: Verdict | None = None
+
+        def probes_wanted() -> bool:
+            """Until the step has shown as many as a whole rollout needs, or longer while the judge doubts;
+            users, where there are enough, tell by themselves."""
+            undecided = verdict is None or verdict.outcome == "hold"
+            few = canary.probes.requests < self._limits.min_requests
+            return (undecided or few) and not canary.by_users(self._limits)
+
+        probing = asyncio.create_task(self._probe(both, rollout, probes_wanted))
+        try:
+            while True:
+                await asyncio.sleep(EVERY)
+                counts = await self._meter.read(both)
+                canary = since({peer.target: counts[peer.target] for peer in new}, start)
+                of_old = {peer.target: counts[peer.target] for peer in old}
+                before = self._records.before(rollout) or since(of_old, {})
+                verdict = verdict_on(canary, since(of_old, start), before, self._limits, self._last())
+                self._report(e.Judged(rollout_id=rollout.id, change=change, verdict=verdict))
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _probe(self, at: Sequence[Peer], rollout: Rollout, wanted: Callable[[], bool]) -> None:
+        if rollout.options.probes:
+            await Prober(self._meter).run(at, wanted)
+
+    async def measure_before(self, rollout: Rollout, old: Sequence[Peer]) -> None:
+        """Recreate: what the old version did in its life, and with probes now if users were few: many of
+        them, since there will be no more when the judge doubts. Once for a rollout."""
+        if self._records.before(rollout) is not None:
+            return
+        enough = BEFORE_PROBES * self._limits.min_requests
+        prober = Prober(self._meter)
+        deadline = asyncio.get_running_loop().time() + MEASURE_WITHIN
+        while True:
+            before = since(await self._meter.read(old), {})
+            late = asyncio.get_running_loop().time() > deadline
+            measured = before.by_users(self._limits) or before.probes.requests >= enough
+            if late or measured or not old or not rollout.options.probes:
+                break
+            await prober.once(old)
+        self._records.save_before(rollout, before)
