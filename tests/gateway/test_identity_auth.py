@@ -111,7 +111,7 @@ def test_no_key(auth: Authenticator, headers) -> None:
     [
         "sk-123",
         "pfk_",
-        new_key()[1],
+        pytest.param(new_key()[1], id="of another store"),
         "KEY" + "x",
         "KEY KEY",
         "HALF",
