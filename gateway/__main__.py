@@ -15,7 +15,7 @@ from gateway.identity.errors import StoreUnusable
 from gateway.server import listen, serve
 
 
-@click.command()
+@click.command("pagefleet gateway", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", required=True, type=click.Path(path_type=Path), help="The fleet file.")
 @click.option(
     "--state-dir",
@@ -85,4 +85,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="pagefleet gateway")

@@ -177,7 +177,7 @@ def _checked(values: dict[str, Any], problems: Sequence[str]) -> WorkerConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m worker",
+        prog="pagefleet worker",
         usage="%(prog)s --model MODEL [options]",
         description="Serve one model over HTTP.",
         epilog=f"Every option can be set in the environment as {ENV_PREFIX}<NAME>; the command line wins. "

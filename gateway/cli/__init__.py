@@ -50,6 +50,7 @@ class _LazyGroup(click.Group):
 
 
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pagefleet", message="%(prog)s %(version)s")
 def main() -> None:
     """Several language models behind one HTTP endpoint.
 

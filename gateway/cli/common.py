@@ -12,6 +12,7 @@ import click
 import httpx
 import msgspec
 
+from contracts.units import parse_duration
 from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.driver.routes import Failure
@@ -26,6 +27,18 @@ _NONE_UP = "no fleet is up in {root}; `pagefleet up FILE` starts one, --state-di
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class DurationParam(click.ParamType[Any]):
+    """``2m``; a number alone is seconds."""
+
+    name = "DURATION"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:

@@ -11,9 +11,9 @@ import click
 import yaml
 
 from gateway.cli import reconfigure
-from gateway.cli.common import count_of, print_json, read_fleet, require_fleet
+from gateway.cli.common import DurationParam, count_of, print_json, read_fleet, require_fleet
 from gateway.cli.reconfigure import apply_fleet, ask_plan, show_plan, wanted_fleet
-from gateway.cli.swap import DurationParam, StepsParam
+from gateway.cli.swap import StepsParam
 from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.rollout import Options
@@ -82,7 +82,13 @@ def diff(file: str, state_dir: str | None, as_json: bool) -> None:
     "--steps", type=StepsParam(), default=Options().steps, help="Of a rollout.  [default: 5%,25%,100%]"
 )
 @click.option("--hold", type=DurationParam(), default=Options().hold, help="Of a rollout.  [default: 2m]")
-@click.option("--strategy", type=click.Choice(["canary", "recreate"]), default="canary", help="Of a rollout.")
+@click.option(
+    "--strategy",
+    type=click.Choice(["canary", "recreate"]),
+    default="canary",
+    show_default=True,
+    help="Of a rollout.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def apply(file: str, state_dir: str | None, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Bring the running fleet to a fleet file. What is unchanged isn't touched, and no request is lost.

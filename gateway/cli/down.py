@@ -6,7 +6,15 @@ import time
 
 import click
 
-from gateway.cli.common import EXIT_STILL_RUNNING, ask_supervisor, fail, print_json, which_fleet
+from contracts.units import format_duration
+from gateway.cli.common import (
+    EXIT_STILL_RUNNING,
+    DurationParam,
+    ask_supervisor,
+    fail,
+    print_json,
+    which_fleet,
+)
 from gateway.fleet.backends.systemd import end_units
 from gateway.fleet.errors import Conflict, FleetError
 from gateway.fleet.reaper import reap
@@ -16,7 +24,9 @@ from gateway.fleet.statedir import StateDir
 @click.command()
 @which_fleet("-f", "--file")
 @click.option("--quick", is_flag=True, help="Don't wait for requests in flight.")
-@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the end.")
+@click.option(
+    "--timeout", type=DurationParam(), default=120.0, help="How long to wait for the end.  [default: 2m]"
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def down(state: StateDir, quick: bool, timeout: float, as_json: bool) -> None:
     """Stop the fleet: requests in flight end first. Not an error when none is up."""
@@ -26,7 +36,10 @@ def down(state: StateDir, quick: bool, timeout: float, as_json: bool) -> None:
     while not _ended(state):
         if time.monotonic() > deadline:
             pid = status.supervisor if status else "unknown"
-            fail(f"still stopping after {timeout:g} s (supervisor is process {pid})", EXIT_STILL_RUNNING)
+            fail(
+                f"still stopping after {format_duration(timeout)} (supervisor is process {pid})",
+                EXIT_STILL_RUNNING,
+            )
         time.sleep(0.1)
     if as_json:
         print_json({"was_up": was_up, "state_dir": str(state.root)})

@@ -13,8 +13,8 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from contracts.units import format_bytes, parse_duration
-from gateway.cli.common import EXIT_STILL_RUNNING, fail, print_json, which_fleet
+from contracts.units import format_bytes
+from gateway.cli.common import EXIT_STILL_RUNNING, DurationParam, fail, print_json, which_fleet
 from gateway.cli.display import make_console
 from gateway.cli.swap_client import SwapRefused, Swaps
 from gateway.cli.swap_display import Watch, age, describe_version, page
@@ -28,18 +28,6 @@ EXIT_DETACHED = 130
 _DEFAULTS = Options()
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class DurationParam(click.ParamType[Any]):
-    """``2m``"""
-
-    name = "DURATION"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return parse_duration(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 class StepsParam(click.ParamType[Any]):
@@ -81,20 +69,40 @@ def _waiting(command: F) -> F:
 @swap.command()
 @click.argument("model")
 @click.option(
-    "--to", "source", required=True, metavar="SOURCE", help="A directory, a .gguf file or a hub id."
+    "--to",
+    "source",
+    metavar="SOURCE",
+    help="A directory, a .gguf file or a hub id.  [default: what it runs now]",
 )
-@click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="A worker option to change.")
 @click.option(
-    "--steps", type=StepsParam(), default=_DEFAULTS.steps, help="Users on it.  [default: 5%,25%,100%]"
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="OPTION=VALUE",
+    help="A worker option to change; may be repeated.",
+)
+@click.option(
+    "--steps",
+    type=StepsParam(),
+    default=_DEFAULTS.steps,
+    help="Shares of the users, one after another.  [default: 5%,25%,100%]",
 )
 @click.option(
     "--hold", type=DurationParam(), default=_DEFAULTS.hold, help="Least time on each step.  [default: 2m]"
 )
-@click.option("--strategy", type=click.Choice(["canary", "recreate"]), default="canary", show_default=True)
 @click.option(
-    "--drain-limit", type=DurationParam(), default=_DEFAULTS.drain_limit,
+    "--strategy",
+    type=click.Choice(["canary", "recreate"]),
+    default="canary",
+    show_default=True,
+    help="recreate: stop the old version first, where two don't fit; requests wait meanwhile.",
+)
+@click.option(
+    "--drain-limit",
+    type=DurationParam(),
+    default=_DEFAULTS.drain_limit,
     help="How long requests in flight may take to end.  [default: 15m]",
-)  # fmt: skip
+)
 @click.option("--no-probes", is_flag=True, help="Judge by users alone, however few: waits for them.")
 @click.option("--detach", is_flag=True, help="Return when it has begun.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, and whether it fits.")
@@ -103,7 +111,7 @@ def _waiting(command: F) -> F:
 def start(
     state: StateDir,
     model: str,
-    source: str,
+    source: str | None,
     settings: tuple[str, ...],
     no_probes: bool,
     detach: bool,
@@ -112,7 +120,12 @@ def start(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Bring in another version of a model. Worker options that aren't named stay as they are."""
+    """Bring in another version of a model: another source, other worker options, or both.
+
+    What isn't named stays as it is. With --to of what it runs, its workers are replaced by new processes.
+    """
+    if source is None and not settings:
+        raise click.UsageError("what is to change? Give --to, --set, or both")
     asked = StartRequest(
         source=source,
         set=dict(map(_setting, settings)),

@@ -89,7 +89,7 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("start", "other", "--to", "fake/ok"), "the fleet has no model 'other'; it has m"),
-        (("start", "m"), "Missing option '--to'"),
+        (("start", "m"), "what is to change? Give --to, --set, or both"),
         (("start", "m", "--to", "nowhere.gguf"), "nowhere.gguf isn't there; looked in"),
         (("start", "m", "--to", "fake/ok", "--set", "max_num_seqs"), "write it as OPTION=VALUE"),
         (

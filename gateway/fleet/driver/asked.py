@@ -32,10 +32,10 @@ class SwapError(Exception):
 
 
 class StartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /rollouts/{model}`. `source`: what the model is to run; `set`: worker options to
-    change; what isn't named stays as it is. `directory`: where relative paths are looked up."""
+    """The body of `POST /rollouts/{model}`. `source`: what the model is to run, None: what it runs now; `set`:
+    worker options to change; what isn't named stays as it is. `directory`: where relative paths are looked up."""
 
-    source: str
+    source: str | None = None
     set: dict[str, Any] = {}
     options: Options = Options()
     directory: str | None = None
@@ -68,8 +68,9 @@ def new_version(entry: ModelEntry, old: Version, asked: StartRequest) -> Version
     """The version that is asked for; SwapError (exit code 2) names everything that is wrong with it."""
     worker = {**old.worker, **asked.set}
     directory = Path(asked.directory) if asked.directory is not None else Path("/")
-    raw: dict[str, Any] = {"models": [{"source": asked.source, "worker": worker}]}
-    if not asked.source:
+    source = old.source if asked.source is None else asked.source
+    raw: dict[str, Any] = {"models": [{"source": source, "worker": worker}]}
+    if not source:
         raise SwapError("--to: a source is needed: a directory, a .gguf file or a hub id", EXIT_INVALID)
     problems = [f"{_place(path)}: {message}" for path, message in check_paths(raw, (directory,))]
     (found,) = raw["models"]
