@@ -20,10 +20,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 run: $(RUN) model  ## install, fetch the demo model, serve it on 127.0.0.1:8000 (CONFIG=file for another fleet)
 	@exec $(BIN)/pagefleet up $(CONFIG)
 
-test: $(TEST)  ## install with test extras and run the tests (ARGS='-k name' for some)
+test: $(TEST)  ## install with test extras and run the tests (ARGS='-k name' for some, ARGS='-n 0' in one process)
 	@$(BIN)/python scripts/fetch_demo_model.py || echo "no demo model: tests that need it are skipped"
 	@scripts/services.sh
-	@PATH="$$PATH:/usr/sbin" exec $(BIN)/python -m pytest $(ARGS)
+	@PATH="$$PATH:/usr/sbin" exec $(BIN)/python -m pytest -n auto $(ARGS)
 
 check: $(TEST)  ## lint, format and types
 	@$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,30 @@ with contextlib.suppress(ImportError):  # the tests on a card need no hypothesis
 
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: threads of each would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores, since about half of the time a test waits for something."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays in one process, which makes its fixtures once; a folder with some for the session too."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "tests/conformance" if path.startswith("tests/conformance/") else path
+
+    config.option.loadscopereorder = False  # those with few tests are the longest
+    return ByFile(config, log)
 
 
 def pytest_sessionstart() -> None:
