@@ -41,6 +41,9 @@ class UsageReport(msgspec.Struct, frozen=True):
 def parse_usage(value: bytes) -> Usage | None:
     """The usage in a header's value; None when it isn't one."""
     parts = value.split(b",")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts[:3]):
+    if len(parts) != 4:
         return None
-    return Usage(int(parts[0]), int(parts[1]), int(parts[2]), parts[3].decode("latin-1"))
+    prompt, completion, cached, reason = parts
+    if not (prompt.isdigit() and completion.isdigit() and cached.isdigit()):
+        return None
+    return Usage(int(prompt), int(completion), int(cached), reason.decode("latin-1"))

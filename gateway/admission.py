@@ -13,6 +13,7 @@ from gateway.limits import Granted, Kind, Limiter, MemoryLimiter, Policy, Refuse
 from gateway.limits.estimate import reservation
 from gateway.limits.live import LiveOverrides
 from gateway.limits.overrides import FILE, OverridesFile
+from gateway.limits.rules import SECOND
 from gateway.limits.table import BoundSettings, LimitTable, Plan
 from gateway.metrics import Metrics
 
@@ -126,11 +127,14 @@ class Admission:
 def limit_lines(granted: Granted) -> bytes:
     """Headers `x-ratelimit-*`: where the limit stands that has the least left, of requests and of tokens."""
     lines = b""
-    for quota in granted.tightest():
-        if quota is not None:
-            reset = format_duration(quota.reset).encode()
-            lines += _LINES[quota.kind] % (quota.limit, quota.remaining, reset)
+    for rule, backlog, left in granted.tightest():
+        reset = b"%dms" % round(backlog / 1000) if backlog < SECOND else _duration(backlog)
+        lines += _LINES[rule.kind] % (rule.rate.burst, left, reset)
     return lines
+
+
+def _duration(backlog: int) -> bytes:
+    return format_duration(backlog / SECOND).encode()
 
 
 def _over_limit(refused: Refused) -> ApiError:

@@ -14,7 +14,7 @@ from contracts.headers import REQUEST_ID
 from gateway import errors
 from gateway.accounting import UsageCollector
 from gateway.admission import Admission, Limits
-from gateway.asgi import Headers, Message, Receive, Scope, Send, header, send_bytes
+from gateway.asgi import Headers, Message, Receive, Scope, Send, send_bytes
 from gateway.board import CONFIG, Board, Peer
 from gateway.call import Means, ProxySettings
 from gateway.config import FleetFile
@@ -125,18 +125,17 @@ class Gateway:
 
         self._background.append(Reload(fleet_file, use).run)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
-            await self._http(scope, receive, send)
-        elif scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        else:
-            raise RuntimeError(f"unexpected ASGI scope {scope['type']!r}")
+            return self._http(scope, receive, send)
+        if scope["type"] == "lifespan":
+            return self._lifespan(receive, send)
+        raise RuntimeError(f"unexpected ASGI scope {scope['type']!r}")
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             path = self._proxied.get(scope["path"])
-            if header(scope, b"upgrade") is not None:
+            if scope["exchange"].upgrade:
                 raise errors.upgrade_refused()
             if path is not None and scope["method"] == "POST":
                 await self.proxy.forward(path, scope, receive, send)

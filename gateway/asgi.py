@@ -42,11 +42,3 @@ async def send_bytes(
 
 async def send_json(send: Send, status: int, value: Any, headers: Headers | None = None) -> None:
     await send_bytes(send, status, msgspec.json.encode(value), JSON, headers)
-
-
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that lower-case name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None

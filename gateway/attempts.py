@@ -105,7 +105,7 @@ async def _try_targets(call: Call, inbound: Inbound, who: Identity) -> None:
             call.repeated = call.begun
         finally:
             backend.release(who.priority, call.weight)
-        tried.add(backend.target.id)
+        tried.add(backend.labels[1])
         router.refresh()  # a worker that refuses has probably been replaced just now
     raise failure or errors.model_unavailable(call.model)
 

@@ -62,6 +62,7 @@ class Call:
     who: Identity | None = None
     body: bytes | None = None  # its beginning, where it is to be written down
     weight = 1  # sequences that a worker computes for it
+    seconds = 0.0  # until its end
     first: float | None = None  # seconds until the first piece of a good answer
     waited = 0.0  # seconds in which the worker had the word
     overhead: float | None = None
@@ -116,9 +117,9 @@ class Call:
 
     def record(self) -> None:
         means = self.means
-        target = self.backend.target.id if self.backend is not None else ""
-        seconds = time.perf_counter() - self.began
-        means.metrics.done(self.model, target, self.status, seconds, self.overhead)
+        target = self.backend.labels[1] if self.backend is not None else ""
+        self.seconds = time.perf_counter() - self.began
+        means.metrics.done(self.model, target, self.status, self.seconds, self.overhead)
         if self.trace is not None:
             self.trace.end(self.model, target, self.status, self.overhead)
         if self.granted is not None:
@@ -126,25 +127,23 @@ class Call:
                 self.granted.give_back()
             else:
                 self.granted.release()
-        if self.bill is None:
-            if means.recorder is not None:
-                means.recorder.add(self._record(seconds, None))
-            return
+        if self.bill is not None:
+            means.usage.close(self.bill, self._account)
+        elif means.recorder is not None:
+            means.recorder.add(self._record(None))
 
-        def account(usage: Usage | None) -> None:
-            """What was used, when it is known; without that, what was reserved stays charged."""
-            if self.granted is not None and usage is not None:
-                self.granted.settle(usage.total_tokens)
-            if means.recorder is not None:
-                means.recorder.add(self._record(seconds, usage))
+    def _account(self, usage: Usage | None) -> None:
+        """What was used, when it is known; without that, what was reserved stays charged."""
+        if self.granted is not None and usage is not None:
+            self.granted.settle(usage.total_tokens)
+        if self.means.recorder is not None:
+            self.means.recorder.add(self._record(usage))
 
-        means.usage.close(self.bill, account)
-
-    def _record(self, seconds: float, usage: Usage | None) -> Record:
+    def _record(self, usage: Usage | None) -> Record:
         who, backend = self.who, self.backend
         return Record(
             self.at,
-            seconds,
+            self.seconds,
             self.first,
             self.head.request_id,
             self.route,
@@ -153,7 +152,7 @@ class Call:
             None if who is None else who.user,
             None if who is None else who.key_id,
             self.model,
-            "" if backend is None else backend.target.id,
+            "" if backend is None else backend.labels[1],
             usage,
             self.body,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
@@ -32,10 +33,22 @@ LAST_LOOK_SECONDS = 0.05
 PIPELINE_LIMIT = 8
 BODY_SECONDS = 60.0  # in which a body may come as slowly as its client likes
 SLOWEST_BODY = 1024  # bytes a second, after that and on average
+LONG_URL = 256  # bytes; not worth remembering
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
-_FRAMING = frozenset((b"expect", b"host", b"transfer-encoding"))
+_OWN = frozenset((b"expect", b"host", b"transfer-encoding", b"upgrade"))
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
+@lru_cache(maxsize=256)
+def _split(url: bytes) -> tuple[str, bytes]:
+    """Path and query. ValueError or an error of the parser for what has none."""
+    path, _, query = url.partition(b"?")
+    if path[:1] != b"/" or b"#" in url:
+        parsed = httptools.parse_url(url)
+        path, query = parsed.path, parsed.query or b""
+    text = path.decode("ascii")
+    return unquote(text) if "%" in text else text, query
 
 
 class ClientProtocol(asyncio.Protocol):
@@ -157,7 +170,7 @@ class ClientProtocol(asyncio.Protocol):
         self._body_since = 0.0
         self._url = b""
         self._headers: Headers = []
-        self._expects_continue = self._odd_coding = False
+        self._expects_continue = self._odd_coding = self._upgrade = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -167,11 +180,13 @@ class ClientProtocol(asyncio.Protocol):
             return
         name = name.lower()
         self._headers.append((name, value))
-        if name in _FRAMING:
+        if name in _OWN:
             if name == b"host":
                 self._hosts += 1
             elif name == b"expect":
                 self._expects_continue = value.lower() == b"100-continue"
+            elif name == b"upgrade":
+                self._upgrade = True
             elif value.lower() != b"chunked":
                 # The parser takes nothing else off: `gzip, chunked` would be passed on as if it were JSON.
                 self._odd_coding = True
@@ -193,6 +208,7 @@ class ClientProtocol(asyncio.Protocol):
         keep_alive = version == "1.1" and parser.should_keep_alive() and not self._leaving
         expects_continue = self._expects_continue and version == "1.1"
         exchange = Exchange(self, self._scope(version), keep_alive, expects_continue)
+        exchange.upgrade = self._upgrade
         self._latest = exchange
         if not self._serving:
             self._start(exchange)
@@ -202,18 +218,14 @@ class ClientProtocol(asyncio.Protocol):
             self._pause_reading()
 
     def _scope(self, version: str) -> Scope:
-        path, _, query = self._url.partition(b"?")
-        if path[:1] != b"/" or b"#" in self._url:
-            url = httptools.parse_url(self._url)
-            path, query = url.path, url.query or b""
-        text = path.decode("ascii")
+        path, query = _split(self._url) if len(self._url) < LONG_URL else _split.__wrapped__(self._url)
         return {
             "type": "http",
             "asgi": _ASGI,
             "http_version": version,
             "method": self._parser.get_method().decode("ascii"),
             "scheme": "http",
-            "path": unquote(text) if "%" in text else text,
+            "path": path,
             "query_string": query,
             "headers": self._headers,
             "client": self._client,

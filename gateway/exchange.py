@@ -44,7 +44,8 @@ class Wire(Protocol):
 class Exchange:
     """Its own scope has it as `exchange`.
 
-    `keep_alive`: whether the connection may carry another one after it; `on_leave`: called once, when the
+    `keep_alive`: whether the connection may carry another one after it; `upgrade`: another protocol was asked
+    for; `on_leave`: called once, when the
     client leaves before its answer is complete; `buffered`: bytes of the body that nobody took yet;
     `tail`: the last bytes of the answer's body so far.
     """
@@ -52,13 +53,14 @@ class Exchange:
     __slots__ = (
         "_bodiless", "_body_ended", "_chunked", "_expects_continue", "_head", "_left", "_pieces", "_waiter",
         "_wire", "buffered", "complete", "disconnected", "keep_alive", "on_leave", "scope", "started", "tail",
-        "task",
+        "task", "upgrade",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, scope: Scope, keep_alive: bool, expects_continue: bool) -> None:
         self.scope = scope
         scope["exchange"] = self
         self.keep_alive = keep_alive
+        self.upgrade = False
         self.on_leave: Callable[[], None] | None = None
         self.buffered = 0
         self.disconnected = False
@@ -187,16 +189,21 @@ class Exchange:
         if self.started:
             raise RuntimeError("two heads for one request")
         self.started = True
-        pieces = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status, self._wire.default_lines, lines]
+        coding = b""
         if self.scope["method"] == "HEAD" or status in _BODILESS:
             self._bodiless = True
         elif length is not None:
             self._left = length
         elif self.scope["http_version"] == "1.1":  # in 1.0 the connection's end ends a body without length
             self._chunked = True
-            pieces.append(b"transfer-encoding: chunked\r\n")
-        pieces.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        self._head = b"".join(pieces)
+            coding = b"transfer-encoding: chunked\r\n"
+        self._head = b"%b%b%b%b%b" % (
+            _STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status,
+            self._wire.default_lines,
+            lines,
+            coding,
+            b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n",
+        )
 
     def _write(self, body: bytes, more: bool) -> None:
         if not self.started or self.complete:

@@ -37,10 +37,14 @@ class Counter:
         self._numbers: dict[Labels, memoryview[float]] = {}
 
     def inc(self, labels: Labels = (), by: float = 1.0) -> None:
+        self.numbers(labels)[0] += by
+
+    def numbers(self, labels: Labels) -> memoryview[float]:
+        """The one number of these labels, for who adds to it often."""
         numbers = self._numbers.get(labels)
         if numbers is None:
             numbers = self._numbers[labels] = self._board.numbers((self.name, *labels))
-        numbers[0] += by
+        return numbers
 
     def collect(self, found: Found) -> Metric:
         family = CounterMetricFamily(self.name, self._text, labels=self._label_names)
@@ -58,22 +62,27 @@ class Histogram:
         self.name = name
         self._text = text
         self._label_names = labels
-        self._bounds = tuple(buckets)
+        self.bounds = tuple(buckets)
         self._board = board
         self._numbers: dict[Labels, memoryview[float]] = {}
 
     def observe(self, labels: Labels, value: float) -> None:
+        numbers = self.numbers(labels)
+        numbers[bisect_left(self.bounds, value)] += 1
+        numbers[-1] += value
+
+    def numbers(self, labels: Labels) -> memoryview[float]:
+        """The buckets of these labels, each with what fell into it alone, and the sum of all values."""
         numbers = self._numbers.get(labels)
         if numbers is None:
-            size = len(self._bounds) + 2
+            size = len(self.bounds) + 2
             numbers = self._numbers[labels] = self._board.numbers((self.name, *labels), size)
-        numbers[bisect_left(self._bounds, value)] += 1
-        numbers[-1] += value
+        return numbers
 
     def collect(self, found: Found) -> Metric:
         family = HistogramMetricFamily(self.name, self._text, labels=self._label_names)
-        size = len(self._bounds) + 2
-        names = [*map(str, map(float, self._bounds)), "+Inf"]
+        size = len(self.bounds) + 2
+        names = [*map(str, map(float, self.bounds)), "+Inf"]
         for labels, processes in found.items():
             sums = [sum(column) for column in zip(*(n for n in processes if len(n) == size), strict=True)]
             if sums:

@@ -18,8 +18,18 @@ from gateway.errors import body_too_large, length_required, model_missing, unsup
 from gateway.limits.estimate import sequences
 
 MAX_SEQUENCES = 16  # more would keep all others waiting until the last of them has ended
-FORWARDED = frozenset({b"content-type", b"accept"})
+FORWARDED = {b"content-type": 1, b"accept": 2}  # bits
 _TRACE_HEADERS = (TRACEPARENT.encode(), TRACESTATE.encode())
+_READ = frozenset(
+    (
+        *FORWARDED,
+        *_TRACE_HEADERS,
+        b"content-length",
+        b"transfer-encoding",
+        b"content-encoding",
+        b"x-request-id",
+    )
+)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROCESS = secrets.token_hex(8).encode()  # with a number, unique over all gateways and restarts
 _serial = itertools.count(1)
@@ -83,11 +93,16 @@ def patience(headers: Headers, most: float) -> float:
 def read_head(scope: Scope) -> Head:
     """`request_id` is the client's own if it is one, else a new one."""
     head = Head(b"", b"")
-    sent: dict[bytes, bytes] = {}
     traced: list[tuple[bytes, bytes]] = []
+    sent = 0
     for name, value in scope["headers"]:
-        if name in FORWARDED:
-            sent.setdefault(name, value)
+        if name not in _READ:
+            continue
+        flag = FORWARDED.get(name)
+        if flag is not None:
+            if not sent & flag:
+                sent |= flag
+                head.forwarded += b"%b: %b\r\n" % (name, value)
         elif name == b"content-length":
             head.length, head.framed = int(value), True
         elif name == b"transfer-encoding":
@@ -101,7 +116,6 @@ def read_head(scope: Scope) -> Head:
     if traced:
         head.trace = read_context(*([v for n, v in traced if n == name] for name in _TRACE_HEADERS))
     head.request_id = head.request_id or b"%b-%x" % (_PROCESS, next(_serial))
-    head.forwarded = b"".join([b"%s: %s\r\n" % pair for pair in sent.items()])
     return head
 
 

@@ -5,6 +5,7 @@ Labels are models and targets of the routes table, never what a client sent.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,6 +29,9 @@ from gateway.routing import Router
 REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 
+MAX_KNOWN = 4096
+_Numbers = tuple["memoryview[float]", "memoryview[float]", "memoryview[float]"]  # of requests, their seconds, their overheads
+
 
 class Metrics:
     """`done` counts one finished request, `ended` what became of it on a target that took it. Others add what
@@ -42,6 +46,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._families = Families(self._read)
         self._gauges: list[Gauge] = []
+        self._known: dict[tuple[str, str, int], _Numbers] = {}
         self._router = router
         self._requests = self.counter(
             "pagefleet_gateway_requests_total",
@@ -118,11 +123,25 @@ class Metrics:
 
     def done(self, model: str, target: str, status: int, seconds: float, overhead: float | None) -> None:
         """`overhead`: None when no worker answered."""
-        self._requests.inc((model, target, str(status)))
-        of_model = (model,)
-        self._seconds.observe(of_model, seconds)
+        known = self._known.get((model, target, status)) or self._get_known(model, target, status)
+        requests, all_seconds, overheads = known
+        requests[0] += 1
+        all_seconds[bisect_left(REQUEST_BUCKETS, seconds)] += 1
+        all_seconds[-1] += seconds
         if overhead is not None:
-            self._overhead.observe(of_model, overhead)
+            overheads[bisect_left(OVERHEAD_BUCKETS, overhead)] += 1
+            overheads[-1] += overhead
+
+    def _get_known(self, model: str, target: str, status: int) -> _Numbers:
+        """Looked up once: this is counted for every request."""
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        numbers = self._known[model, target, status] = (
+            self._requests.numbers((model, target, str(status))),
+            self._seconds.numbers((model,)),
+            self._overhead.numbers((model,)),
+        )
+        return numbers
 
     def ended(self, labels: Labels, good: bool) -> None:
         """`labels`: model and target. A request that went to several targets counts on each that took it."""

@@ -59,7 +59,7 @@ async def relay(call: Call, connection: Connection) -> bool:
 def failure_of(call: Call, error: UpstreamError) -> ApiError:
     """What the client hears of it, and what is held against the worker."""
     backend = call.backend
-    target = backend.target.id if backend is not None else ""
+    target = backend.labels[1] if backend is not None else ""
     level = logging.DEBUG if error.untouched else logging.WARNING
     log.log(level, "request %s on %s: %s", call.head.request_id.decode(), target, error)
     if error.kind == "exhausted":

@@ -146,6 +146,7 @@ def make_config(app: Gateway, silence: float, drain_seconds: float, loop: str = 
         http=cast(Any, partial(ClientProtocol, silence=silence)),
         ws="none",
         lifespan="on",
+        interface="asgi3",  # else it asks whether the application is a coroutine function
         log_config=None,
         access_log=False,
         proxy_headers=False,

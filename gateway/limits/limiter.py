@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -157,7 +157,10 @@ def _compiled(charge: Charge, gateways: int) -> _Compiled:
 def rules_of(charges: Sequence[Charge], tokens: int, gateways: int = 1) -> tuple[Rule, ...]:
     """What a request of `tokens` (its prompt and all that it may generate) must pass."""
     tokens = max(tokens, 0)  # some clients write -1 where they mean no bound
-    rules: tuple[Rule, ...] = ()
+    if len(charges) == 1:
+        rules, token_rule = charges[0].rules(gateways)
+        return rules if token_rule is None else (*rules, token_rule(tokens))
+    rules = ()
     for charge in charges:
         fixed, token_rule = charge.rules(gateways)
         rules += fixed
@@ -206,22 +209,17 @@ class Granted:
         """Every limit that was charged, after that."""
         return [quota(rule, value) for rule, value in zip(self.rules, self._values, strict=True)]
 
-    def tightest(self) -> tuple[Quota | None, Quota | None]:
-        """Of the limits that were charged, those with the least left: of requests, of tokens."""
-        requests: tuple[int, Rule, int] | None = None
-        tokens: tuple[int, Rule, int] | None = None
-        for rule, value in zip(self.rules, self._values, strict=True):
+    def tightest(self) -> Iterable[tuple[RateRule, int, int]]:
+        """Of the limits that were charged, those with the least left, at most one of requests and one of
+        tokens: with their backlog, and how many are left."""
+        found: dict[Kind, tuple[RateRule, int, int]] = {}
+        for rule, value in zip(self.rules, self._values):
             if isinstance(rule, RateRule):
                 left = rule.rate.left(value)
-                if rule.kind is Kind.TOKENS:
-                    if tokens is None or left < tokens[0]:
-                        tokens = left, rule, value
-                elif requests is None or left < requests[0]:
-                    requests = left, rule, value
-        return (
-            None if requests is None else quota(requests[1], requests[2]),
-            None if tokens is None else quota(tokens[1], tokens[2]),
-        )
+                known = found.get(rule.kind)
+                if known is None or left < known[2]:
+                    found[rule.kind] = rule, value, left
+        return found.values()
 
     def settle(self, tokens: int) -> None:
         """Replaces the reservation by the tokens used, prompt and answer; an aborted request's too."""

@@ -103,8 +103,12 @@ class RedisLimiter:
         if self._channel.degraded:
             return self._by_policy(charges, tokens)
         lease = f"{self._id}.{next(self._numbers)}"
+        checked: Sequence[Rule] = rules
         try:
-            admitted, checked, values = await self._decide(rules, lease)
+            if self._link.is_cluster:
+                admitted, checked, values = await self._take_in_parts(rules, lease)
+            else:
+                admitted, *values = await self._take(rules, lease)
         except RedisFault:
             return self._by_policy(charges, tokens)
         if not admitted:
@@ -177,31 +181,31 @@ class RedisLimiter:
             self._only_here.add(lease)
         return Granted(self._local_books, rules, values, lease)
 
-    async def _decide(self, rules: Sequence[Rule], lease: str) -> tuple[bool, Sequence[Rule], list[int]]:
-        """(admitted, the rules that were looked at, what each stands at)."""
-        if not self._link.is_cluster:
-            flag, *values = await self._take(rules, lease)
-            return flag == 1, rules, values
+    async def _take_in_parts(
+        self, rules: Sequence[Rule], lease: str
+    ) -> tuple[int, Sequence[Rule], list[int]]:
+        """(whether admitted, the rules that were looked at, what each stands at), in a cluster."""
         # The model's last: a user's flood must end at the user's own limit before it touches the others'.
         parts: dict[str, list[Rule]] = {}
         for rule in sorted(rules, key=lambda rule: rule.scope is Scope.MODEL):
             parts.setdefault(slot_tag(rule.key), []).append(rule)
         taken: list[Rule] = []
-        values = []
+        values: list[int] = []
         try:
             for part in parts.values():
                 flag, *found = await self._take(part, lease)
                 if not flag:
                     self._undo(taken, lease)
-                    return False, part, found
+                    return 0, part, found
                 taken += part
                 values += found
         except BaseException:
             self._undo(taken, lease)
             raise
-        return True, taken, values
+        return 1, taken, values
 
     async def _take(self, rules: Sequence[Rule], lease: str) -> list[int]:
+        """1 or 0, and what each rule stands at."""
         keys = [self._prefix + rule.key for rule in rules]
         words = " ".join([rule.words for rule in rules])
         text = f"acquire {lease} {self._ttl_us} {len(rules)} {words}"
