@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from click.testing import CliRunner
@@ -33,10 +34,18 @@ Ask = Callable[..., Awaitable[tuple[int, str, bytes]]]
 
 
 class Gateways:
-    """`python -m gateway` in every slot, on one inherited socket, in front of the rig's workers."""
+    """`python -m gateway`, or by `programs` something else, in every slot, on one inherited socket, in front
+    of the rig's workers."""
 
-    def __init__(self, rig: Rig, listener: socket.socket, auth: str = "none") -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        listener: socket.socket,
+        auth: str = "none",
+        programs: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         self.rig = rig
+        self.programs = programs
         self.listener = listener
         self.slots = [f"gateway{number}" for number in range(PROCESSES)]
         self.children: dict[str, subprocess.Popen[bytes]] = {}
@@ -60,7 +69,8 @@ class Gateways:
 
     def _spawn(self, slot: str) -> None:
         descriptor = self.listener.fileno()
-        command = [sys.executable, "-m", "gateway", "--config", str(self.rig.folder / "fleet.yaml")]
+        program = self.programs.get(slot, ("-m", "gateway"))
+        command = [sys.executable, *program, "--config", str(self.rig.folder / "fleet.yaml")]
         place = ["--slot", slot, "--generation", str(self.generation)]
         state = ["--state-dir", str(self.rig.folder), "--fd", str(descriptor)]
         with (self.rig.folder / f"{slot}.log").open("ab") as log:
@@ -162,7 +172,11 @@ def _who(head: bytes) -> tuple[int, str]:
 
 @contextlib.asynccontextmanager
 async def gateways(
-    folder: Path, *, auth: str = "none", unix: bool = False
+    folder: Path,
+    *,
+    auth: str = "none",
+    unix: bool = False,
+    programs: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> AsyncIterator[tuple[Gateways, Rig]]:
     rig = Rig(folder)
     rig.route(target(await rig.worker()))
@@ -172,7 +186,7 @@ async def gateways(
     else:
         listener = socket.create_server(("127.0.0.1", 0))
     listener.listen(512)
-    running = Gateways(rig, listener, auth)
+    running = Gateways(rig, listener, auth, programs)
     try:
         async with asyncio.timeout(180):
             await running.start(*running.slots)
