@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import yaml
 
-import gateway.fleet.driver.rollouts as rollouts
+import gateway.fleet.driver.planning as planning
 import gateway.fleet.hosting as hosting
 import gateway.fleet.supervisor as supervisor
 from bench.soak_load import Kill
@@ -283,6 +283,6 @@ def no_limit(*_: object) -> Ledger:
 if __name__ == "__main__":
     setattr(supervisor, "Commands", SoakCommands)  # noqa: B010
     setattr(supervisor, "Timing", timing)  # noqa: B010
-    setattr(rollouts, "make_ledger", no_ledger)  # noqa: B010
+    setattr(planning, "make_ledger", no_ledger)  # noqa: B010
     setattr(hosting, "make_ledger", no_limit)  # noqa: B010
     main(prog_name="pagefleet")

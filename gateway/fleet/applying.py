@@ -38,7 +38,7 @@ class Applier:
         return reconcile(self._fleet, wanted, self._runs())
 
     def _runs(self) -> dict[str, ModelEntry]:
-        return {entry.name: self._site.rollouts.runs(entry.name) for entry in self._fleet.models}
+        return {entry.name: self._site.rollouts.models.runs(entry.name) for entry in self._fleet.models}
 
     async def start(self, wanted: FleetFile, options: Options, removed_first: bool = False) -> Applying:
         """Begins; `latest` says how far it is. `options`: of the rollouts that it takes; `removed_first`: the

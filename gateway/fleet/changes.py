@@ -116,10 +116,10 @@ class Job:
     def _configure(self, entry: ModelEntry) -> None:
         """What the file says of the model, without touching its processes."""
         try:
-            self._site.rollouts.configure(entry)
+            self._site.rollouts.models.configure(entry)
         except OSError as error:
             raise StepFailed(f"what {entry.name} runs can't be written down: {error}") from None
-        runs = self._site.rollouts.runs(entry.name)
+        runs = self._site.rollouts.models.runs(entry.name)
         for slot in self._filled(entry.name):
             self._site.workers.update(replace(slot, entry=runs))
 
@@ -205,7 +205,7 @@ class Job:
     def _going(self, model: ModelPlan) -> list[Named]:
         async def remove(step: Step) -> None:
             try:
-                self._site.rollouts.forget(model.name)  # first: nobody can begin one any more
+                self._site.rollouts.models.forget(model.name)  # first: nobody can begin one any more
             except OSError as error:
                 raise StepFailed(f"that it goes can't be written down: {error}") from None
             _note_cut(step, await self._leaving.model(model.name, step.say))
@@ -258,11 +258,11 @@ class Job:
     def _slots(self, name: str) -> list[Slot]:
         """Those that the model is to have, in the variant that it runs in."""
         rollouts = self._site.rollouts
-        return slots_for(rollouts.runs(name), self._slugs[name], rollouts.variant(name))
+        return slots_for(rollouts.models.runs(name), self._slugs[name], rollouts.models.variant(name))
 
     def _filled(self, name: str) -> list[Slot]:
         """Those that it has, without a rollout's standby, which is the rollout's business."""
-        return self._site.workers.slots(name, self._site.rollouts.variant(name))
+        return self._site.workers.slots(name, self._site.rollouts.models.variant(name))
 
     async def _started(self, slots: Sequence[Slot], step: Step) -> None:
         """Until each is ready, or has failed for good."""

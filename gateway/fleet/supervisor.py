@@ -254,7 +254,7 @@ class Supervisor:
             epoch=self._publisher.epoch,
             units=self.statuses,
             rollouts=tuple(self.rollouts.all()),
-            versions=self.rollouts.changed_versions(),
+            versions=self.rollouts.models.changed_versions(),
         )
 
     async def _settle(self, units: Units) -> None:

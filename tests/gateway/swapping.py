@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-import gateway.fleet.driver.rollouts as rollouts_module
+import gateway.fleet.driver.planning as planning_module
 import gateway.fleet.supervisor as supervisor_module
 from gateway.cli import main
 from gateway.config import FleetFile, load_fleet
@@ -128,7 +128,7 @@ def no_ledger(*_: object) -> Ledger:
 @contextlib.asynccontextmanager
 async def swapping(path: Path, ledger: Callable[..., Ledger] = no_ledger) -> AsyncIterator[Swapping]:
     """A fleet whose model is ready."""
-    setattr(rollouts_module, "make_ledger", ledger)  # noqa: B010
+    setattr(planning_module, "make_ledger", ledger)  # noqa: B010
     fleet = Swapping(load_fleet(path))
     with fleet.supervisor.open():
         task = asyncio.create_task(fleet.supervisor.run())
@@ -142,7 +142,7 @@ async def swapping(path: Path, ledger: Callable[..., Ledger] = no_ledger) -> Asy
         finally:
             fleet.supervisor.request_stop()
             fleet.code = await task
-            setattr(rollouts_module, "make_ledger", make_ledger)  # noqa: B010
+            setattr(planning_module, "make_ledger", make_ledger)  # noqa: B010
     assert marked(instance) == []
 
 
@@ -197,7 +197,7 @@ async def users(url: str, count: int = 6) -> AsyncIterator[Users]:
 
 if __name__ == "__main__":
     setattr(supervisor_module, "Commands", FakeModels)  # noqa: B010
-    setattr(rollouts_module, "make_ledger", no_ledger)  # noqa: B010
+    setattr(planning_module, "make_ledger", no_ledger)  # noqa: B010
     setattr(supervisor_module, "Timing", lambda **_: TIMING)  # noqa: B010
     setattr(importlib.import_module("gateway.cli.up"), "OWN_COMMAND", COMMAND)  # noqa: B010
     main(prog_name="pagefleet")

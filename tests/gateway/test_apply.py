@@ -234,7 +234,7 @@ async def test_another_source_comes_by_a_rollout(tmp_path: Path) -> None:
         assert set(fleet.slots()) == {"m-alt-0", "other-0"}
         assert processes(fleet)["other-0"] == before["other-0"]
         assert "nothing to change" in (await run("config", "diff", path)).output
-        assert fleet.rollouts.changed_versions() == {}
+        assert fleet.rollouts.models.changed_versions() == {}
         write(
             tmp_path, M.replace("fake/ok", "new/errs") + "}", "{name: other, source: fake/ok, aliases: [o]}"
         )

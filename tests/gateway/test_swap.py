@@ -60,7 +60,7 @@ async def test_users_do_not_notice_and_the_new_version_stays(tmp_path: Path) -> 
         assert phases[-4:] == ["clearing", "draining", "stopping", "completed"]
         assert fleet.slots() == {"m-alt-0": "ready", "m-alt-1": "ready"}
         assert not any(psutil.pid_exists(pid) for pid in old)
-        assert fleet.rollouts.changed_versions()["m"].source == "fake/new__ok"
+        assert fleet.rollouts.models.changed_versions()["m"].source == "fake/new__ok"
 
     async with swapping(path) as fleet:  # it is the model's version now
         assert fleet.slots() == {"m-alt-0": "ready", "m-alt-1": "ready"}
@@ -69,7 +69,7 @@ async def test_users_do_not_notice_and_the_new_version_stays(tmp_path: Path) -> 
         assert (undone.new.source, undone.full) == ("fake/ok", True)
         rollout = await fleet.over()
         assert (rollout.phase, fleet.slots()) == ("completed", {"m-0": "ready", "m-1": "ready"})
-        assert fleet.rollouts.changed_versions() == {}
+        assert fleet.rollouts.models.changed_versions() == {}
         assert [record.new.source for record in fleet.rollouts.history("m")] == ["fake/new__ok", "fake/ok"]
 
 
@@ -81,7 +81,7 @@ async def test_a_fleet_file_that_says_something_new_wins_over_an_earlier_rollout
     path.write_text(path.read_text().replace("fake/ok", "fake/newest"))
     async with swapping(path) as fleet:
         assert fleet.slots() == {"m-0": "ready"}
-        assert fleet.rollouts.changed_versions() == {}
+        assert fleet.rollouts.models.changed_versions() == {}
 
 
 BAD = [

@@ -53,7 +53,7 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         lines = done.stdout.splitlines()
         assert "m: starting: start: to fake/ok" in lines[0]
         assert "m: completed: the primary is gone" in lines[-1]
-        assert fleet.rollouts.changed_versions()["m"].worker == {"max_num_seqs": 8}
+        assert fleet.rollouts.models.changed_versions()["m"].worker == {"max_num_seqs": 8}
         status = await asyncio.to_thread(
             CliRunner().invoke, pagefleet, ["status", "--state-dir", str(fleet.state.root)]
         )

@@ -32,8 +32,9 @@ class SwapError(Exception):
 
 
 class StartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /rollouts/{model}`. `source`: what the model is to run, None: what it runs now; `set`:
-    worker options to change; what isn't named stays as it is. `directory`: where relative paths are looked up."""
+    """The body of `POST /rollouts/{model}`. `source`: what the model is to run, None: what it runs now;
+    `set`: worker options to change; what isn't named stays as it is. `directory`: where relative paths are
+    looked up."""
 
     source: str | None = None
     set: dict[str, Any] = {}
