@@ -20,7 +20,7 @@ from gateway.call import Means, ProxySettings
 from gateway.config import FleetFile
 from gateway.health import HealthSettings
 from gateway.identity.authenticator import Authenticator
-from gateway.inbound import read_head
+from gateway.inbound import request_id
 from gateway.metrics import Metrics
 from gateway.prober import Prober
 from gateway.proxy import Proxy
@@ -99,7 +99,7 @@ class Gateway:
         )
         self.proxy = Proxy(self.means, auth, tracer)
         admin = AdminRoutes(self.router, self.metrics, WorkerMetrics(self.router, self.upstream))
-        self._models = openai.ModelRoutes(self.router, auth)
+        self._models = openai.ModelRoutes(self.router, auth, self.recorder)
         self._proxied = {path: path.encode() for path in (*openai.PROXIED, *native.PROXIED)}
         self._own: dict[str, Handler] = {
             openai.MODELS: self._models.list,
@@ -213,4 +213,4 @@ class Gateway:
 
 
 def _request_id(scope: Scope) -> Headers:
-    return [(REQUEST_ID.encode(), read_head(scope).request_id)]
+    return [(REQUEST_ID.encode(), request_id(scope))]

@@ -80,6 +80,12 @@ def _positive(value: float) -> float:
     return value
 
 
+def _days(value: float) -> float:
+    if not 86400 <= value <= 36_500 * 86400:
+        raise ValueError("a duration must be from 1d to 36500d")
+    return value
+
+
 def _regex_compiles(value: str) -> str:
     if len(value) > 1 and value.startswith("/") and value.endswith("/"):
         try:
@@ -198,6 +204,7 @@ class GatewaySettings(_Block):
     audit: AuditSettings = AuditSettings()
     tracing: TracingSettings = TracingSettings()
     usage: bool = True
+    usage_by_hour: Annotated[Duration, AfterValidator(_days)] = 90 * 86400.0
 
 
 class SupervisorSettings(_Block):

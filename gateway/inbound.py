@@ -119,6 +119,14 @@ def read_head(scope: Scope) -> Head:
     return head
 
 
+def request_id(scope: Scope) -> bytes:
+    """The same each time, for requests that are answered without a worker."""
+    if "request_id" not in scope:
+        scope["request_id"] = read_head(scope).request_id
+    known: bytes = scope["request_id"]
+    return known
+
+
 async def read_body(receive: Receive, head: Head, max_body: int) -> bytes:
     """The whole body, untouched. ApiError for what can't be served, ClientGone when the client leaves."""
     if head.encoding is not None:

@@ -45,6 +45,7 @@ EFFECTS: Mapping[str, Effect | None] = {  # None: no effect of its own
     "gateway.audit": "gateways",
     "gateway.tracing": "restart",  # the same: half of each request's spans
     "gateway.usage": "gateways",
+    "gateway.usage_by_hour": "gateways",
     "supervisor.backend": "restart",
     "supervisor.state_dir": "restart",
     "supervisor.start_timeout": "live",

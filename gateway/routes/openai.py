@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from contracts.errors import model_not_found
+import time
+
+from contracts.errors import ApiError, model_not_found
 from gateway.asgi import Scope, Send, send_json
 from gateway.errors import send_error
 from gateway.identity.authenticator import Authenticator
 from gateway.identity.identity import Identity
 from gateway.identity.proxies import peer_of
+from gateway.inbound import request_id
 from gateway.routing import Router
+from gateway.usage.record import Record
+from gateway.usage.recorder import Recorder
 
 PROXIED = ("/v1/chat/completions", "/v1/completions")
 MODELS = "/v1/models"
@@ -20,9 +25,10 @@ class ModelRoutes:
     A caller sees the models that it may use; ApiError 401 for one without a good key, where keys are needed.
     """
 
-    def __init__(self, router: Router, auth: Authenticator) -> None:
+    def __init__(self, router: Router, auth: Authenticator, recorder: Recorder | None) -> None:
         self._router = router
         self._auth = auth
+        self._recorder = recorder
 
     async def list(self, scope: Scope, send: Send) -> None:
         who = await self._caller(scope)
@@ -41,7 +47,30 @@ class ModelRoutes:
         await send_error(send, model_not_found(name))
 
     async def _caller(self, scope: Scope) -> Identity:
-        return await self._auth.identify(scope["headers"], peer_of(scope))
+        began = time.perf_counter()
+        try:
+            return await self._auth.identify(scope["headers"], peer_of(scope))
+        except ApiError as error:  # who tries keys here is seen as well
+            if self._recorder is not None:
+                self._recorder.add(_refusal(scope, error, time.perf_counter() - began))
+            raise
+
+
+def _refusal(scope: Scope, error: ApiError, seconds: float) -> Record:
+    return Record(
+        at=time.time(),
+        seconds=seconds,
+        first_token=None,
+        request_id=request_id(scope),
+        path=MODELS.encode(),
+        status=error.status,
+        code=error.code,
+        user=None,
+        key_id=None,
+        model="",
+        target="",
+        usage=None,
+    )
 
 
 def _card(name: str, model: str) -> dict[str, object]:

@@ -21,7 +21,7 @@ from gateway.usage.sinks import AuditSink, Sink, Unwritten, UsageSink
 from gateway.usage.store import USAGE_FILE, UsageStore
 
 FLUSH_SECONDS = 0.25
-CHUNK = 256  # records between two breaths: at most a millisecond
+CHUNK = 64  # records between two breaths: half a millisecond
 MAX_QUEUED = 100_000  # records that wait for the thread
 CLOSE_SECONDS = 10.0
 
@@ -137,6 +137,8 @@ class RecordSettings(Protocol):
     def audit(self) -> _AuditSettings: ...
     @property
     def usage(self) -> bool: ...
+    @property
+    def usage_by_hour(self) -> float: ...
 
 
 def open_recorder(settings: RecordSettings, state_dir: Path, metrics: Metrics) -> Recorder | None:
@@ -146,7 +148,7 @@ def open_recorder(settings: RecordSettings, state_dir: Path, metrics: Metrics) -
     if audit.file is not None:
         sinks.append(AuditSink(AuditFile(audit.file, audit.max_size, audit.keep)))
     if settings.usage:
-        sinks.append(UsageSink(UsageStore(state_dir / USAGE_FILE)))
+        sinks.append(UsageSink(UsageStore(state_dir / USAGE_FILE), settings.usage_by_hour))
     if not sinks:
         return None
     lost = metrics.counter(

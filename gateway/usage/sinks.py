@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,6 +16,8 @@ from gateway.usage.store import COUNTS, HOUR, Row, Sums, UsageStore, UsageUnusab
 
 MAX_UNWRITTEN = 16 * 1024**2  # bytes of lines kept for a file that can't be written
 MAX_ROWS = 20_000  # distinct users, keys and models in an hour, by one gateway
+FOLD_SECONDS = 600.0  # between two looks for what has grown old
+OVER_LIMIT = 429  # a request that its user's limits refused, which says nothing of workers
 OTHERS = "(others)"  # the user of what is beyond that: with `auth: none`, names cost nothing
 
 
@@ -73,13 +77,16 @@ class AuditSink:
 
 
 class UsageSink:
-    """Sums of the requests that had a user and a model."""
+    """Sums of the requests that had a user and a model. `hours_kept`: seconds after which the hours of a day
+    are put together, a few at a time."""
 
     name = "usage"
 
-    def __init__(self, store: UsageStore) -> None:
+    def __init__(self, store: UsageStore, hours_kept: float = math.inf) -> None:
         self.lost = 0
         self._store = store
+        self._hours_kept = hours_kept
+        self._fold_at = 0.0
         self._rows: dict[Row, Sums] = {}
         self._known: set[Row] = set()  # of the latest hour
         self._hour = 0
@@ -94,12 +101,13 @@ class UsageSink:
                 self.lost += 1
                 continue
             sums[0] += 1
-            sums[1] += record.status >= 400
+            if record.status >= 400:
+                sums[2 if record.status == OVER_LIMIT else 1] += 1
             usage = record.usage
             if usage is not None:
-                sums[2] += usage.prompt_tokens
-                sums[3] += usage.completion_tokens
-                sums[4] += usage.cached_tokens
+                sums[3] += usage.prompt_tokens
+                sums[4] += usage.completion_tokens
+                sums[5] += usage.cached_tokens
 
     def _new_row(self, row: Row) -> Sums | None:
         hour, model = row[0], row[3]
@@ -120,9 +128,14 @@ class UsageSink:
             return
         try:
             self._store.add(self._rows)
+            self._rows = {}
+            self._fold(time.time())
         except UsageUnusable as error:
             raise Unwritten(str(error)) from None
-        self._rows = {}
+
+    def _fold(self, now: float) -> None:
+        if now >= self._fold_at and not self._store.fold(now - min(self._hours_kept, now)):
+            self._fold_at = now + FOLD_SECONDS
 
     def close(self) -> int:
         self._store.close()

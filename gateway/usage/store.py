@@ -18,16 +18,17 @@ from gateway import sqlite_file
 
 USAGE_FILE = "usage.db"  # in the state directory
 HOUR = 3600
+DAY = 24 * HOUR
 BUSY_SECONDS = 1.0
 
 Group = Literal["hour", "day", "user", "key", "model"]
 Row = tuple[int, str, str, str]  # hour as Unix time, user, key id ("" for none), model
 Sums = list[int]  # in the order of `COUNTS`
 
-COUNTS = ("requests", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
+COUNTS = ("requests", "failed", "refused", "prompt_tokens", "completion_tokens", "cached_tokens")
 
 _APPLICATION_ID = 0x70667573  # "pfus"
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 BEGIN;
@@ -36,7 +37,7 @@ CREATE TABLE usage (
     user TEXT NOT NULL,
     key TEXT NOT NULL,
     model TEXT NOT NULL,
-    {", ".join(f"{count} INTEGER NOT NULL" for count in COUNTS)},
+    {", ".join(f"{count} INTEGER NOT NULL DEFAULT 0" for count in COUNTS)},
     PRIMARY KEY (hour, user, key, model)
 ) WITHOUT ROWID;
 PRAGMA application_id = {_APPLICATION_ID};
@@ -44,7 +45,16 @@ PRAGMA user_version = {_SCHEMA_VERSION};
 COMMIT;
 """
 _ADD = f"""
-INSERT INTO usage (hour, user, key, model, {", ".join(COUNTS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO usage (hour, user, key, model, {", ".join(COUNTS)}) VALUES ({", ".join("?" * (4 + len(COUNTS)))})
+ON CONFLICT DO UPDATE SET {", ".join(f"{count} = {count} + excluded.{count}" for count in COUNTS)}
+"""
+# By the version that a file has: to the next one. Older gateways go on adding to the file they have open.
+_UPGRADES = {1: "ALTER TABLE usage ADD COLUMN refused INTEGER NOT NULL DEFAULT 0"}
+# The hours that aren't a day's first; `fold` puts each into that.
+_OLD_HOUR = f"SELECT hour FROM usage WHERE hour >= ? AND hour < ? AND hour % {DAY} != 0 ORDER BY hour LIMIT 1"
+_FOLD = f"""
+INSERT INTO usage (hour, user, key, model, {", ".join(COUNTS)})
+SELECT hour - hour % {DAY}, user, key, model, {", ".join(COUNTS)} FROM usage WHERE hour = ?
 ON CONFLICT DO UPDATE SET {", ".join(f"{count} = {count} + excluded.{count}" for count in COUNTS)}
 """
 _GROUPS: dict[Group, str] = {
@@ -66,6 +76,7 @@ class Total(NamedTuple):
     group: tuple[str, ...]
     requests: int
     failed: int
+    refused: int
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -79,6 +90,7 @@ class UsageStore:
         self._path = path
         self._db: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None
+        self._folded = 0  # no hour before this one is left to be folded
 
     def add(self, rows: dict[Row, Sums]) -> None:
         """Adds to the sums, all or nothing. Makes the file when there is none."""
@@ -87,6 +99,21 @@ class UsageStore:
             with db:
                 db.execute("BEGIN IMMEDIATE")
                 db.executemany(_ADD, [(*row, *sums) for row, sums in rows.items()])
+
+    def fold(self, before: float) -> bool:
+        """Puts one hour of a day that ended before that Unix time into its day's first; sums over days are
+        the same at every moment. Whether there was one: then there may be more."""
+        with self._translated():
+            db = self._open(create=False)
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                found = db.execute(_OLD_HOUR, (self._folded, int(before) // DAY * DAY)).fetchone()
+                if found is None:
+                    return False
+                db.execute(_FOLD, found)
+                db.execute("DELETE FROM usage WHERE hour = ?", found)
+            self._folded = found[0]
+        return True
 
     def totals(
         self,
@@ -99,7 +126,7 @@ class UsageStore:
         model: str | None = None,
     ) -> list[Total]:
         """Sums by `by`, in its order. Whole hours: the ones that `since` and `until` (Unix times) are in
-        count, that of `until` only if it has begun before."""
+        count, that of `until` only if it has begun before. A day that was folded counts as its first hour."""
         conditions: list[tuple[str, float | str | None]] = [
             ("hour >= ?", None if since is None else since // HOUR * HOUR),
             ("hour < ?", until),
@@ -135,6 +162,7 @@ class UsageStore:
             sqlite_file.make(self._path, _SCHEMA)
         db = sqlite_file.connect(self._path, BUSY_SECONDS)
         try:
+            _upgrade(db)
             sqlite_file.check(db, self._path, _APPLICATION_ID, _SCHEMA_VERSION, "usage")
             db.execute("PRAGMA synchronous = NORMAL")
             self._file = os.stat(self._path)
@@ -159,3 +187,18 @@ class UsageStore:
         except (sqlite3.Error, OSError) as error:
             self.close()
             raise UsageUnusable(f"the usage in {self._path} can't be used: {error}") from None
+
+
+def _upgrade(db: sqlite3.Connection) -> None:
+    """To this version's format, if it is an older one of ours."""
+
+    def read(pragma: str) -> int:
+        return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+    if read("application_id") != _APPLICATION_ID or read("user_version") not in _UPGRADES:
+        return
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        while (version := read("user_version")) in _UPGRADES:  # another process may have done it just now
+            db.execute(_UPGRADES[version])
+            db.execute(f"PRAGMA user_version = {version + 1}")

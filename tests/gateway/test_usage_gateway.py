@@ -79,6 +79,19 @@ async def test_every_end_of_a_request_is_one_line(tmp_path: Path) -> None:
     store.close()
 
 
+async def test_who_tries_keys_on_the_list_of_models_is_written_down(tmp_path: Path) -> None:
+    KeyStore(tmp_path / KEYS_FILE, create=True, write=True).close()
+    async with one_worker(tmp_path, auth={"mode": "keys"}, **audited(tmp_path)) as rig:
+        answers = [
+            await rig.client.get(path, headers={"x-api-key": "wrong"})
+            for path in ("/v1/models", "/v1/models/m")
+        ]
+        await until(lambda: len(lines(tmp_path)) == 2)
+    for line, answer in zip(lines(tmp_path), answers, strict=True):
+        assert (line["path"], line["status"], line["code"]) == ("/v1/models", 401, "invalid_api_key")
+        assert line["request_id"] == answer.headers["x-request-id"]
+
+
 async def test_prompts_only_when_asked_for_and_bounded(tmp_path: Path) -> None:
     async with one_worker(tmp_path, **audited(tmp_path, prompts=True)) as rig:
         await rig.post({"model": "m", "messages": [{"role": "user", "content": "naïve"}]})

@@ -53,8 +53,8 @@ def test_sums_by_user_key_model_and_time(tmp_path: Path) -> None:
         record(at=NOON, model="", status=404),
     )
     assert totals(path, "user", "model") == [
-        (("alice", "m"), 3, 2, 15, 9, 3),
-        (("bob", "other"), 1, 0, 5, 7, 3),
+        (("alice", "m"), 3, 1, 1, 15, 9, 3),
+        (("bob", "other"), 1, 0, 0, 5, 7, 3),
     ]
     assert [total.group for total in totals(path, "hour")] == [
         ("2027-01-15 12:00",),
@@ -65,7 +65,7 @@ def test_sums_by_user_key_model_and_time(tmp_path: Path) -> None:
         (("2027-01-15", "k1"), 3),
         (("2027-01-16", ""), 1),
     ]
-    assert totals(path) == [((), 4, 2, 20, 16, 6)]
+    assert totals(path) == [((), 4, 1, 1, 20, 16, 6)]
     assert totals(path, user="alice", since=NOON + HOUR + 5)[0].requests == 1
     assert totals(path, until=NOON + HOUR)[0].requests == 2
     assert totals(path, key="k1", model="m", until=NOON + 1)[0].requests == 2
@@ -148,7 +148,7 @@ def test_something_else_is_never_written_to(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute(f"PRAGMA application_id = {0x70667573}")
         db.execute("PRAGMA user_version = 9")
-    with pytest.raises(UsageUnusable, match="format 9; this version of pagefleet knows 1"):
+    with pytest.raises(UsageUnusable, match="format 9; this version of pagefleet knows 2"):
         totals(path)
 
 
@@ -160,6 +160,62 @@ def test_names_without_end_are_put_together(tmp_path: Path, monkeypatch: pytest.
     by_user = {total.group[0]: total.requests for total in totals(path, "user")}
     assert len(by_user) == 11
     assert by_user[OTHERS] == 90
+
+
+VERSION_1 = """
+CREATE TABLE usage (hour INTEGER NOT NULL, user TEXT NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL,
+    requests INTEGER NOT NULL, failed INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    PRIMARY KEY (hour, user, key, model)) WITHOUT ROWID;
+INSERT INTO usage VALUES (1800014400, 'alice', 'k1', 'm', 4, 1, 20, 28, 12);
+PRAGMA application_id = 0x70667573;
+PRAGMA user_version = 1;
+"""
+
+
+def test_a_file_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    """Also under a gateway of that version that has it open."""
+    path = tmp_path / USAGE_FILE
+    with sqlite3.connect(path) as older:
+        older.executescript(VERSION_1)
+        fill(path, record(at=NOON, status=429, usage=None))
+        older.execute(
+            "INSERT INTO usage (hour, user, key, model, requests, failed, prompt_tokens, completion_tokens, "
+            "cached_tokens) VALUES (1800014400, 'bob', '', 'm', 1, 0, 5, 7, 3)"
+        )
+    assert totals(path, "user") == [(("alice",), 5, 1, 1, 20, 28, 12), (("bob",), 1, 0, 0, 5, 7, 3)]
+
+
+def test_old_hours_are_folded_into_days_and_no_sum_changes(tmp_path: Path) -> None:
+    path = tmp_path / USAGE_FILE
+    hours = range(-40, 40)
+    fill(path, *[record(at=NOON + n * HOUR, user=f"u{n % 3}", status=429 if n % 7 else 500) for n in hours])
+    before = [totals(path), totals(path, "day", "user"), totals(path, "user", "key", "model")]
+    stores = [UsageStore(path), UsageStore(path)]
+    steps = 0
+    while sum(store.fold(NOON + 5 * HOUR) for store in stores):  # several gateways do it at once
+        steps += 1
+        assert [totals(path), totals(path, "day", "user"), totals(path, "user", "key", "model")] == before
+    for store in stores:
+        store.close()
+    rows = [total.group[0] for total in totals(path, "hour")]
+    assert rows[:2] == ["2027-01-13 00:00", "2027-01-14 00:00"]
+    assert rows[2:] == [f"2027-01-15 {hour:02}:00" for hour in range(24)] + [
+        f"2027-01-16 {hour:02}:00" for hour in range(24)
+    ] + [f"2027-01-17 {hour:02}:00" for hour in range(4)]
+    assert steps == 14  # each two of the 27 hours
+
+
+def test_a_gateway_folds_what_is_old(tmp_path: Path) -> None:
+    path = tmp_path / USAGE_FILE
+    now = time.time() // 86400 * 86400
+    fill(path, *[record(at=now - 86400 * 3 + n * HOUR) for n in range(24)])
+    sink = UsageSink(UsageStore(path), hours_kept=2 * 86400)
+    for _ in range(30):
+        sink.take([record(at=now + 5)])
+        sink.flush()
+    sink.close()
+    assert [total.requests for total in totals(path, "hour")] == [24, 30]
 
 
 def test_what_cannot_be_written_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,18 +263,20 @@ def test_usage_command(state: Path) -> None:
     )
     head, *rest = invoke("usage").stdout.splitlines()
     assert (
-        " ".join(head.split()) == "USER MODEL REQUESTS FAILED PROMPT TOKENS COMPLETION TOKENS CACHED TOKENS"
+        " ".join(head.split())
+        == "USER MODEL REQUESTS FAILED REFUSED PROMPT TOKENS COMPLETION TOKENS CACHED TOKENS"
     )
     lines = [line.split() for line in rest]
-    assert lines[0] == ["[red]bob\\x1b\\x9b", "m", "1", "1", "5", "7", "3"]
-    assert lines[1] == ["alice", "m", "1", "0", "1,000", "2,000", "0"]
-    assert lines[2] == ["all", "2", "1", "1,005", "2,007", "3"]
+    assert lines[0] == ["[red]bob\\x1b\\x9b", "m", "1", "1", "0", "5", "7", "3"]
+    assert lines[1] == ["alice", "m", "1", "0", "0", "1,000", "2,000", "0"]
+    assert lines[2] == ["all", "2", "1", "0", "1,005", "2,007", "3"]
     answer = json.loads(invoke("usage", "--json", "--by", "user", "--since", "7d").stdout)
     assert answer == [
         {
             "user": "alice",
             "requests": 1,
             "failed": 0,
+            "refused": 0,
             "prompt_tokens": 1000,
             "completion_tokens": 2000,
             "cached_tokens": 0,
@@ -228,7 +286,7 @@ def test_usage_command(state: Path) -> None:
     assert json.loads(invoke("usage", "--json", "--until", "7d", "--user", "alice").stdout) == []
     assert json.loads(invoke("usage", "--json", "--since", "2999-01-01").stdout) == []
     assert "no time" in invoke("usage", "--since", "soon", code=2).stderr
-    assert invoke("usage", "--user", "nobody").stdout.split()[-6:] == ["all", "0", "0", "0", "0", "0"]
+    assert invoke("usage", "--user", "nobody").stdout.split()[-7:] == ["all", *"000000"]
 
 
 def test_audit_command(state: Path) -> None:
