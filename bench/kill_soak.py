@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
 import time
 from collections import Counter
@@ -138,20 +136,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    info = {**machine.host(), "load_average": os.getloadavg()[0]}
+    host = machine.host()
     found = asyncio.run(soak(60 * arguments.minutes, arguments.pause, arguments.seed, arguments.in_flight))
     result = {
-        "machine": info,
+        "machine": host,
         "gateways": GATEWAYS,
         "workers": WORKERS,
         "users": USERS,
         "in_flight": arguments.in_flight,
         **found,
     }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -23,7 +24,17 @@ def host() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def publish(result: dict[str, Any], out: Path | None) -> None:
+    """A bench's figures, as JSON on stdout and in its result file."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
 
 
 def describe() -> dict[str, Any]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
 import time
@@ -120,10 +118,10 @@ def main() -> None:
     parser.add_argument("--first", type=float, default=0.05, help="Seconds to a worker's first token.")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    info = {**machine.host(), "load_average": os.getloadavg()[0]}
+    host = machine.host()
     loads, quiet, during = asyncio.run(measure(arguments.rounds, arguments.rate, arguments.first))
     result = {
-        "machine": info,
+        "machine": host,
         "gateways": GATEWAYS,
         "users": USERS,
         "rounds": arguments.rounds,
@@ -134,10 +132,7 @@ def main() -> None:
         "users_of_the_other_model": compared(loads[OTHER], quiet, during),
         "users_of_the_swapped_model": compared(loads[SWAPPED], quiet, during),
     }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import os
 import random
 import statistics
 import time
@@ -178,19 +176,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    info = {**machine.host(), "load_average": os.getloadavg()[0]}
+    host = machine.host()
     found = asyncio.run(soak(arguments.swaps, arguments.disturb, arguments.seed, arguments.in_flight))
     result = {
-        "machine": info,
+        "machine": host,
         "gateways": GATEWAYS,
         "users": USERS,
         "in_flight": arguments.in_flight,
         **found,
     }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Swaps of a model while users are on it: what they notice.
 
     pagefleet up configs/demo.yaml --detach
-    python -m bench.swap_under_load --model smollm2 --to models/SmolLM2-135M-Instruct.Q4_1.gguf --swaps 3
+    python -m bench.swap_under_load --model smollm2 --to models/SmolLM2-135M-Instruct.Q4_1.gguf --swaps 5
 
-Users ask one thing after the other, every third a stream. Printed: requests, failures, first tokens before
+Each user asks one thing after the other, every third a stream. Told: requests, failures, first tokens before
 and during the swaps, the longest gap inside a stream, and how long each phase of each swap took.
 """
 
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
-import json
+import random
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench import machine
 from gateway.cli.common import ask_supervisor
 from gateway.cli.swap_client import Swaps
 from gateway.fleet.driver.asked import StartRequest
@@ -27,6 +30,16 @@ from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.statedir import StateDir
 
 WARM_UP = 10.0  # seconds of load before the first swap, to compare with
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """`tokens` of each answer; `think`: mean seconds from a user's answer to his next request."""
+
+    model: str
+    users: int
+    tokens: int = 32
+    think: float = 0.0
 
 
 @dataclass
@@ -38,18 +51,43 @@ class Seen:
     firsts: list[tuple[float, float]] = field(default_factory=list)
     longest_gap: float = 0.0
 
+    def shown(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "failures": len(self.failures),
+            "first_failures": self.failures[:5],
+            "longest_gap_in_a_stream_s": round(self.longest_gap, 3),
+        }
 
-async def user(client: httpx.AsyncClient, name: str, args: argparse.Namespace, seen: Seen) -> None:
+
+@contextlib.asynccontextmanager
+async def users_of(url: str, traffic: Traffic) -> AsyncIterator[Seen]:
+    """Users from now to the end of the block; requests that are under way then aren't counted."""
+    seen, limits = Seen(), httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+        users = [asyncio.create_task(_user(client, n, traffic, seen)) for n in range(traffic.users)]
+        try:
+            yield seen
+        finally:
+            for one in users:
+                one.cancel()
+            await asyncio.gather(*users, return_exceptions=True)
+
+
+async def _user(client: httpx.AsyncClient, who: int, traffic: Traffic, seen: Seen) -> None:
+    dice = random.Random(who)
+    await asyncio.sleep(dice.random() * traffic.think)
     for number in itertools.count(1):
         body: dict[str, Any] = {
-            "model": args.model, "user": name, "max_tokens": args.tokens, "ignore_eos": True,
-            "prompt": f"{name} asks for the {number}. time about the sea.",
+            "model": traffic.model, "user": f"user-{who}", "max_tokens": traffic.tokens, "ignore_eos": True,
+            "prompt": f"User {who} asks for the {number}. time about the sea.",
         }  # fmt: skip
         try:
             await (stream if number % 3 == 0 else whole)(client, body, seen)
         except (httpx.HTTPError, AssertionError) as error:
-            seen.failures.append(f"{name} {number}: {error!r}")
+            seen.failures.append(f"user {who}, {number}: {error!r}")
         seen.requests += 1
+        await asyncio.sleep(dice.expovariate(1 / traffic.think) if traffic.think else 0)
 
 
 async def whole(client: httpx.AsyncClient, body: dict[str, Any], seen: Seen) -> None:
@@ -99,28 +137,20 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     state = StateDir(Path(args.state_dir))
     status = ask_supervisor(state, "GET", "/status")
     assert status is not None, f"no fleet is up in {state.root}"
-    seen, rollouts, spans = Seen(), [], []
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=status.url, timeout=600, limits=limits, trust_env=False) as client:
-        users = [asyncio.create_task(user(client, f"user-{n}", args, seen)) for n in range(args.users)]
+    rollouts, spans = [], []
+    async with users_of(status.url, Traffic(args.model, args.users, args.tokens)) as seen:
         await asyncio.sleep(WARM_UP)
         for _ in range(args.swaps):
             began = time.monotonic()
             rollouts.append(await asyncio.to_thread(swap, Swaps(state), args))
             spans.append((began, time.monotonic()))
         await asyncio.sleep(2)
-        for task in users:
-            task.cancel()
-        await asyncio.gather(*users, return_exceptions=True)
     during = [took for at, took in seen.firsts if any(begin <= at <= end for begin, end in spans)]
     before = [took for at, took in seen.firsts if at < spans[0][0]]
     return {
         "users": args.users,
         "swaps": [{"outcome": one.phase, "cut": one.cut, "seconds": phases(one)} for one in rollouts],
-        "requests": seen.requests,
-        "failures": len(seen.failures),
-        "first_failures": seen.failures[:5],
-        "longest_gap_in_a_stream_s": round(seen.longest_gap, 3),
+        **seen.shown(),
         "first_token_s": {
             when: {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "streams": len(times)}
             for when, times in (("before", before), ("during", during))
@@ -129,7 +159,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--to", required=True, help="what it is swapped for, again and again")
     parser.add_argument("--state-dir", default=".pagefleet")
@@ -138,12 +170,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--steps", default="5%,50%,100%")
     parser.add_argument("--hold", type=float, default=5.0, help="seconds on each step")
-    parser.add_argument("--output", type=Path, help="where the result is written, as JSON")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = asyncio.run(measure(args))
-    print(json.dumps(result, indent=1))
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    host = machine.host()
+    machine.publish({"machine": host, **asyncio.run(measure(args))}, args.out)
 
 
 if __name__ == "__main__":

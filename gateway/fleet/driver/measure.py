@@ -28,8 +28,8 @@ from gateway.fleet.driver.peer import Lost, Peer, Refused
 from gateway.fleet.driver.proof import tokens
 from gateway.fleet.judge import SEVERITY, Limits, Reference, Verdict, Window, judge, step_least
 
-PROBE_LENGTHS = (16, 24, 32)  # tokens
-PROBE_TOKENS = 4
+PROBE_LENGTHS = (8, 16, 32)  # tokens
+PROBE_TOKENS = 3
 PROBE_PAUSE = 0.02  # seconds between one pair of probes and the next
 MANY_PROBES = 1000  # after so many they come once a second
 
