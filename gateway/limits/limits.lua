@@ -8,7 +8,8 @@
 --   drop N LEASE * N                                                             one key, no reply
 --
 -- Times are integer microseconds of this server's clock, exact in a double. A rate is stored as
--- "TAT UNIT TOLERANCE", see rules.py. One string each way is far cheaper for clients than lists.
+-- "TAT UNIT TOLERANCE WRITTEN", see rules.py; WRITTEN is the time of that. One string each way is far cheaper
+-- for clients than lists.
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -42,29 +43,34 @@ local function on(name, command, ...)
   return answer
 end
 
--- (backlog, unit, tolerance) as stored, or nothing. A backlog of over two bursts was written by a clock that
--- was ahead of this one, on a server that failed over to this: it would refuse for as long as that was ahead.
-local function read_rate(name)
-  local stored = on(name, 'GET')
-  local tat, unit, tolerance = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
-  if not tat then
-    return nil
-  end
-  local backlog = tonumber(tat) - now
-  if backlog > 2 * tonumber(tolerance) then
-    return nil
-  end
-  return backlog, tonumber(unit), tonumber(tolerance)
-end
-
 local function write_rate(name, backlog, unit, tolerance)
   if backlog <= 0 then
     redis.call('DEL', name)
     return
   end
-  local state = string.format('%.0f %.0f %.0f', now + backlog, unit, tolerance)
+  local state = string.format('%.0f %.0f %.0f %.0f', now + backlog, unit, tolerance, now)
   -- A second longer than it counts, for a clock that is corrected a little.
   redis.call('SET', name, state, 'PX', string.format('%.0f', math.ceil(backlog / 1000) + 1000))
+end
+
+-- (backlog, unit, tolerance) as stored, or nothing. What was written later than now was written by a clock
+-- that was ahead of this one: it went back, or another server took over. The backlog of then counts from now
+-- on; else it would refuse for as long as that clock was ahead.
+local function read_rate(name)
+  local stored = on(name, 'GET')
+  local tat, unit, tolerance, written = string.match(stored or '', '^(%d+) (%d+) (%d+) ?(%d*)$')
+  if not tat then
+    return nil
+  end
+  tat, unit, tolerance, written = tonumber(tat), tonumber(unit), tonumber(tolerance), tonumber(written) or 0
+  local backlog = tat - math.max(now, written)
+  if backlog > 2 * tolerance then
+    return nil
+  end
+  if written > now then
+    write_rate(name, backlog, unit, tolerance)
+  end
+  return backlog, unit, tolerance
 end
 
 local function present_backlog(name, unit, tolerance)
