@@ -114,7 +114,7 @@ def _show(entry: Entry) -> None:
     tokens = "-" if line.prompt_tokens is None else f"{line.prompt_tokens}+{line.completion_tokens}"
     first = "" if line.first_token_seconds is None else f", first after {line.first_token_seconds:.3f} s"
     parts = [
-        line.time[:19].replace("T", " "),
+        line.time[:19].replace("T", " ") + "Z",
         str(line.status),
         line.code or line.finish_reason or "-",
         line.user if line.user is not None else "-",

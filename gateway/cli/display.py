@@ -38,8 +38,8 @@ SETTLED = {"ready", "draining", "failed"}  # not on their way to anything
 
 
 def make_console() -> Console:
-    """stdout; wide where it isn't a terminal, so that lines aren't broken for programs that read them."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
+    """stdout; without an edge where it isn't a terminal, so that no line is broken for who reads it."""
+    return Console() if sys.stdout.isatty() else Console(width=10_000)
 
 
 class Display:

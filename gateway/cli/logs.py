@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from gateway.cli.common import fail, which_fleet
+from gateway.fleet.backends.systemd import read_mark
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.logs import tail
 from gateway.fleet.state import read_routes
@@ -47,8 +48,15 @@ def _find(state: StateDir, name: str) -> list[Path]:
     if of_model or replicas:
         return of_model or replicas
     names = ", ".join(known) or "none"
-    hint = "; only a fleet started with --detach has that" if name == SUPERVISOR_LOG else ""
+    hint = _where_it_is(state) if name == SUPERVISOR_LOG else ""
     fail(f"there is no log of '{name}' in {state.logs}{hint}; there are: {names}", EXIT_INVALID)
+
+
+def _where_it_is(state: StateDir) -> str:
+    mark = read_mark(state)
+    if mark is None:
+        return "; only a fleet started with --detach has that"
+    return f"; systemd's journal has that: journalctl{' --user' if mark.user else ''} -u pagefleet-supervisor"
 
 
 def _slots_of(state: StateDir, name: str) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 from rich.console import Group, RenderableType
@@ -16,9 +18,12 @@ from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_
 from gateway.cli.display import STYLES, describe, make_console
 from gateway.cli.swap_display import describe_version, log_line
 from gateway.cli.top import watch_live
+from gateway.config import FleetFile
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.errors import EXIT_DEGRADED
+from gateway.fleet.rollout import Version
 from gateway.fleet.statedir import StateDir
+from gateway.fleet.versions import file_version
 
 
 @click.command()
@@ -99,11 +104,23 @@ def _about_versions(status: FleetStatus) -> Iterator[str]:
     """What can't be seen in the processes: rollouts under way, and what they have left."""
     for rollout in status.rollouts:
         if not rollout.terminal:
-            share = f", {rollout.standby_bp / 100:g} % of the users on {describe_version(rollout.new)}"
+            new = describe_version(rollout.new, rollout.old)
+            share = f", {rollout.standby_bp / 100:g}% of the users on {new}"
             paused = ", paused" if rollout.paused else ""
             yield f"{rollout.model}: rollout {rollout.id} is {rollout.phase}{paused}{share}"
+    filed = _filed(status) if status.versions else {}
     for model, version in status.versions.items():
-        yield f"{model}: runs {version.source} since a rollout; the fleet file says something else"
+        runs = describe_version(version, filed.get(model))
+        yield f"{model}: runs {runs} since a rollout; the fleet file says something else"
+
+
+def _filed(status: FleetStatus) -> dict[str, Version]:
+    """What the fleet file says of the models, as the supervisor keeps it; nothing when it can't be read."""
+    try:
+        fleet = FleetFile(**json.loads(StateDir(Path(status.state_dir)).config.read_bytes()))
+    except (OSError, ValueError):
+        return {}
+    return {entry.name: file_version(entry) for entry in fleet.models}
 
 
 def _age(since: float) -> str:

@@ -17,7 +17,7 @@ from contracts.units import format_bytes
 from gateway.cli.common import EXIT_STILL_RUNNING, DurationParam, fail, print_json, which_fleet
 from gateway.cli.display import make_console
 from gateway.cli.swap_client import SwapRefused, Swaps
-from gateway.cli.swap_display import Watch, age, describe_version, page
+from gateway.cli.swap_display import Watch, age, describe_version, page, show_option
 from gateway.fleet.driver.asked import Plan, StartRequest, in_words
 from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.errors import EXIT_INVALID
@@ -280,7 +280,7 @@ def _line(found: RolloutStatus) -> str:
 def _show_plan(plan: Plan) -> None:
     click.echo(f"{plan.model}: {plan.old.source} → {plan.new.source}")
     for name, (before, after) in plan.changes.items():
-        click.echo(f"  {name}: {before} → {after}")
+        click.echo(f"  {name}: {show_option(before)} → {show_option(after)}")
     options = plan.options
     if options.strategy == "canary":
         steps = ", ".join(f"{step:g}%" for step in options.steps)
@@ -306,7 +306,7 @@ def _history(records: list[Record]) -> Table:
         table.add_column(column)
     for record in records:
         took = age(record.ended - record.started)
-        to = describe_version(record.new)
+        to = describe_version(record.new, record.old)
         table.add_row(*map(Text, (record.id, _clock(record.ended), took, record.outcome, to, record.reason)))
     return table
 

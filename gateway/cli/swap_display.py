@@ -15,6 +15,7 @@ from contracts.units import format_duration
 from gateway.cli.common import print_json
 from gateway.cli.display import make_console
 from gateway.cli.swap_client import Swaps
+from gateway.fleet.driver.asked import changes_between
 from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.judge import Measure
 from gateway.fleet.judge import Outcome as Finding
@@ -86,7 +87,8 @@ def _after(last: Entry | None, log: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 def page(rollout: Rollout) -> RenderableType:
     """A rollout: its steps, what it waits for, the judge's numbers, the last lines of its log."""
-    head = Text(f"{rollout.model}: {describe_version(rollout.old)} → {describe_version(rollout.new)}")
+    old, new = describe_version(rollout.old), describe_version(rollout.new, rollout.old)
+    head = Text(f"{rollout.model}: {old} → {new}")
     parts: list[RenderableType] = [head, _bar(rollout), Text(_state(rollout), style=_style(rollout))]
     verdict = rollout.verdicts.get(rollout.step_name)
     if verdict is not None:
@@ -151,9 +153,22 @@ def _value(measure: Measure, value: float | None) -> str:
     return f"{value:g}" if measure.name == "crashes" else f"{value * 1000:.1f} ms"
 
 
-def describe_version(version: Version) -> str:
-    """Its source, without the folders that lead to it."""
-    return version.source.rstrip("/").rpartition("/")[2] or version.source
+def describe_version(version: Version, beside: Version | None = None) -> str:
+    """Its source, without the folders that lead to it; the options in which it differs from another one."""
+    name = version.source.rstrip("/").rpartition("/")[2] or version.source
+    if beside is None:
+        return name
+    try:
+        changes = changes_between(beside, version)
+    except ValueError:  # an option that another release had
+        return name
+    changed = [f"{option}={show_option(value)}" for option, (_, value) in changes.items()]
+    return f"{name} ({', '.join(changed)})" if changed else name
+
+
+def show_option(value: object) -> str:
+    """As a worker option is written; None is one that nobody has set."""
+    return "default" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def age(seconds: float) -> str:

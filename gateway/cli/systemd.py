@@ -88,6 +88,8 @@ def _say_what_to_do(
     for name in units:
         state = "is as it should be" if name not in changed else "would change" if dry_run else "written"
         click.echo(f"{out / name}: {state}")
+    if not changed:
+        return
     command = "systemctl --user" if user_manager else "systemctl"
     if POLKIT_RULES in units:
         click.echo(f"{POLKIT_RULES} belongs into /etc/polkit-1/rules.d/", err=True)

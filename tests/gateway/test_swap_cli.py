@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gateway.cli import main as pagefleet
+from gateway.cli.swap_display import describe_version
+from gateway.fleet.rollout import Version
 from tests.conftest import ROOT
 from tests.gateway.swapping import PATIENCE, Swapping, fleet_file, swapping
 
@@ -45,7 +48,7 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
 
         plan = await operator.swap("start", "nick", "--to", "fake/ok", "--set", "max-num-seqs=8", "--dry-run")
         assert (plan.exit_code, fleet.slots()) == (0, {"m-0": "ready"})
-        assert "max_num_seqs: None → 8" in plan.output
+        assert "max_num_seqs: default → 8" in plan.output
         assert "steps: 5%, 25%, 100%, at least 120 s on each" in plan.output
 
         done = await operator.swap("start", "m", "--to", "fake/ok", "--set", "max_num_seqs=8", *QUICK)
@@ -111,6 +114,22 @@ def test_what_can_not_be_asked_for_ends_with_code_2(
 ) -> None:
     result = CliRunner().invoke(pagefleet, ["swap", *arguments, "--state-dir", str(fleet_of_one)])
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({}, {}, "m.gguf"),
+        ({"seed": 0}, {"block_size": 16}, "m.gguf"),  # defaults, whether they are written or not
+        ({"max_num_seqs": 4}, {"enforce_eager": True}, "m.gguf (enforce_eager=true, max_num_seqs=default)"),
+        ({}, {"an_option_of_another_release": 1}, "m.gguf"),
+    ],
+)
+def test_versions_of_one_source_are_told_apart(old: dict[str, Any], new: dict[str, Any], words: str) -> None:
+    running = Version(source="/srv/m.gguf", worker=old)
+    assert describe_version(running) == "m.gguf"
+    shown = describe_version(Version(source="/srv/m.gguf", worker=new), running)
+    assert sorted(re.split(r"[ (),]+", shown)) == sorted(re.split(r"[ (),]+", words))
 
 
 @pytest.fixture(scope="module")
