@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.fleet.rollout import Rollout, Version
+from gateway.fleet.statedir import StateDir
 from gateway.fleet.unit import UnitStatus
 
 
@@ -53,8 +54,30 @@ def admin_app(
 
 
 @contextlib.asynccontextmanager
-async def serve_admin(app: Starlette, path: Path) -> AsyncIterator[None]:
-    """Serves `app` on the socket within the running loop."""
+async def serve_admin(app: Starlette, state: StateDir, look: float) -> AsyncIterator[None]:
+    """Serves `app` on the socket within the running loop; anew when somebody has taken the socket away, which
+    is looked at every `look` seconds."""
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_served(app, state.admin_socket))
+        keeping = asyncio.create_task(_keep(app, state, look, stack), name="admin socket")
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _keep(app: Starlette, state: StateDir, look: float, stack: contextlib.AsyncExitStack) -> None:
+    while True:
+        await asyncio.sleep(look)
+        path = state.admin_socket
+        if state.is_ours() and not path.is_socket():
+            with contextlib.suppress(OSError):  # its directory may not be back yet
+                await stack.enter_async_context(_served(app, path))
+
+
+@contextlib.asynccontextmanager
+async def _served(app: Starlette, path: Path) -> AsyncIterator[None]:
     listener = _private_socket(path)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1

@@ -34,6 +34,7 @@ class StateDir:
         self.rollouts = self.root / "rollouts"  # states and histories
         self.versions = self.root / "versions.json"
         self._sockets_elsewhere = self.run / "sockets"  # names the directory, when that isn't `run`
+        self._elsewhere: Path | None = None
         self._lock: int | None = None
         self._is_new = False
 
@@ -71,6 +72,9 @@ class StateDir:
     def acquire(self) -> None:
         """Creates the directories and takes the lock; Conflict names the process that holds it."""
         self.make()
+        self._lock = self._locked()
+
+    def _locked(self) -> int:
         try:
             lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
@@ -86,7 +90,28 @@ class StateDir:
             ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        self._lock = lock
+        return lock
+
+    def is_ours(self) -> bool:
+        """Whether the lock that is held is the one that others find."""
+        try:
+            return self._lock is not None and os.path.samestat(
+                os.fstat(self._lock), os.stat(self.root / LOCK)
+            )
+        except OSError:
+            return False
+
+    def mend(self) -> None:
+        """Brings back what somebody has taken from under a running fleet: directories, the lock, the place of
+        the sockets. Conflict when the directory is another supervisor's by now; InvalidFleet or OSError when
+        it can't be done."""
+        self.make()
+        if not self.is_ours():
+            lock = self._locked()
+            self.release()
+            self._lock = lock
+        if self._elsewhere is not None and not (self._elsewhere.is_dir() and self.sockets == self._elsewhere):
+            self._place_elsewhere()
 
     def discard(self) -> None:
         """Takes away a directory that this object made, for a fleet that was not started after all."""
@@ -103,8 +128,12 @@ class StateDir:
         """Sockets live in `run` if all their paths are short enough, else in a private directory."""
         longest = max((f"{slot}{_LONGEST_GENERATION}" for slot in slots), key=len, default="admin.sock")
         if len(os.fsencode(self.run / longest)) > MAX_SOCKET_PATH:
-            directory = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
-            self._sockets_elsewhere.write_text(directory)
+            self._place_elsewhere()
+
+    def _place_elsewhere(self) -> None:
+        if self._elsewhere is None or not self._elsewhere.is_dir():
+            self._elsewhere = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+        self._sockets_elsewhere.write_text(str(self._elsewhere))
 
     def socket_problem(self, slot: str) -> str | None:
         """Why a worker that comes later can't have a socket where the others have theirs."""
@@ -126,7 +155,10 @@ class StateDir:
             raise self._unusable(error) from None
 
     def remove_sockets(self, keep: Collection[str] = ()) -> None:
-        """Takes away every socket, also those of a predecessor that crashed; not those that are named."""
+        """Takes away every socket, also those of a predecessor that crashed; not those that are named, nor
+        those of a supervisor to whom the directory belongs by now."""
+        if self._lock is not None and not self.is_ours():
+            return
         directory = self.sockets
         for path in directory.glob("*.sock"):
             if path.name not in keep:

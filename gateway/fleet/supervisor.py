@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import time
@@ -26,7 +27,7 @@ from gateway.fleet.driver.hands import Site
 from gateway.fleet.driver.records import Records
 from gateway.fleet.driver.rollouts import Rollouts
 from gateway.fleet.driver.routes import rollout_routes
-from gateway.fleet.errors import EXIT_FAILED, InvalidFleet
+from gateway.fleet.errors import EXIT_FAILED, Conflict, InvalidFleet
 from gateway.fleet.hosting import Predecessors, hosting_of
 from gateway.fleet.observer import Observer
 from gateway.fleet.probes import GatewayProbe
@@ -38,6 +39,8 @@ from gateway.fleet.units import Units
 from gateway.fleet.versions import Versions
 from gateway.fleet.workers import Workers
 from gateway.reload import digest
+
+log = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -72,6 +75,7 @@ class Supervisor:
         self._quick = False
         self._units: Units | None = None
         self._gateways_differ = False
+        self._renewals: dict[str, asyncio.Task[None]] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Supervisor]:
@@ -134,7 +138,7 @@ class Supervisor:
                 self._applier = self._make_applier(units, observer, slugs)
                 more = [*rollout_routes(self.rollouts), *applying_routes(self._applier)]
                 app = admin_app(self._status, self.request_stop, more)
-                async with serve_admin(app, self.state.admin_socket):
+                async with serve_admin(app, self.state, self._timing.housekeeping):
                     try:
                         with self._publisher.together():
                             for name in self._gateways:
@@ -278,15 +282,32 @@ class Supervisor:
         while True:
             self._notifier.alive()
             await asyncio.sleep(self._timing.housekeeping)
-            with contextlib.suppress(OSError, InvalidFleet):  # a full disk; the next round tries again
-                self.state.make()
-                if not self.state.config.exists():
-                    self._write_snapshot()
+            self._mend()
             self._publisher.flush()
             slots = [status.slot for status in self.statuses]
             for log in map(self.state.log, [*slots, SUPERVISOR_LOG]):
                 with contextlib.suppress(OSError):  # a full disk; the next round tries again
                     logs.rotate(log)
+
+    def _mend(self) -> None:
+        """What somebody has removed comes back, and what can't be reached for that is replaced."""
+        try:
+            self.state.mend()
+            if not self.state.config.exists():
+                self._write_snapshot()
+        except Conflict as error:
+            log.error("%s: this one ends", error)
+            if not self._stop.is_set():
+                self.request_stop()
+            return
+        except (OSError, InvalidFleet):  # a full disk; the next round tries again
+            return
+        for status in self._workers.unreachable():
+            task = self._renewals.get(status.slot)
+            if task is None or task.done():
+                log.error("the socket of %s is gone; it is replaced", status.slot)
+                renewal = self._workers.renew(status.slot, self._patience())
+                self._renewals[status.slot] = asyncio.create_task(renewal, name=f"renewal of {status.slot}")
 
 
 def _differ(snapshot: Path, fleet: FleetFile) -> bool:

@@ -77,6 +77,19 @@ class Workers:
         self._slots.pop(slot, None)
         self.publisher.drop(slot)
 
+    def unreachable(self) -> list[UnitStatus]:
+        """Those that serve on a socket which somebody has taken away (a tidy-up of /tmp): nobody can connect
+        to them any more."""
+        units = [unit for slot in self._slots if (unit := self._units.get(slot)) is not None]
+        ready = [unit.status for unit in units if unit.status.state == "ready"]
+        return [one for one in ready if not self.uds(one.slot, one.generation).is_socket()]
+
+    async def renew(self, slot: str, patience: float) -> None:
+        """The next process takes the place of the worker's, which may finish what it has."""
+        unit = self._units.get(slot)
+        if unit is not None:
+            await unit.renew(patience)
+
     def changed(self, status: UnitStatus) -> None:
         """A worker has a new status."""
         self.publisher.update(status, f"unix:{self.uds(status.slot, status.generation)}")

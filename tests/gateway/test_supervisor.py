@@ -23,6 +23,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.cli import main as pagefleet
+from gateway.cli.common import ask_supervisor
 from gateway.config import FleetFile, load_fleet
 from gateway.fleet import logs
 from gateway.fleet.commands import Commands
@@ -55,6 +56,7 @@ class Running:
         self.supervisor = Supervisor(fleet, commands=commands, timing=timing, on_change=self.history.append)
         self.state = StateDir(fleet.supervisor.state_dir)
         self.instance = ""
+        self.task: asyncio.Task[int]
 
     def unit(self, slot: str) -> UnitStatus:
         return next(unit for unit in self.supervisor.statuses if unit.slot == slot)
@@ -78,7 +80,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     fleet = Running(load_fleet(path), timing, commands or FakeCommands())
     with fleet.supervisor.open():
-        task = asyncio.create_task(fleet.supervisor.run())
+        fleet.task = task = asyncio.create_task(fleet.supervisor.run())
         try:
             await fleet.until(lambda: task.done() or fleet.state.records.exists())
             records = read_records(fleet.state.records)
@@ -349,12 +351,30 @@ async def test_a_state_directory_that_somebody_removed_comes_back(tmp_path: Path
         for slot in ("ok-0", "gateway"):
             await fleet.until_state(slot, "ready")
         shutil.rmtree(fleet.state.root)
-        for slot in ("ok-0", "gateway"):
-            os.kill(fleet.unit(slot).pid or 0, signal.SIGKILL)
-        for slot in ("ok-0", "gateway"):
+        os.kill(fleet.unit("gateway").pid or 0, signal.SIGKILL)
+        for slot in ("ok-0", "gateway"):  # nobody can connect to the worker any more, however well it is
             await fleet.until(lambda s=slot: fleet.unit(s).state == "ready" and fleet.unit(s).generation > 1)
-        await fleet.until(lambda: fleet.state.routes.exists() and fleet.target("ok")[0] == "ready")
+        assert fleet.unit("ok-0").restarts == 0
+        await fleet.until(lambda: fleet.state.routes.exists() and fleet.target("ok") == ("ready", 2))
         assert stat.S_IMODE(fleet.state.run.stat().st_mode) == 0o700
+        status = await asyncio.to_thread(ask_supervisor, fleet.state, "GET", "/status")
+        assert status is not None
+        with pytest.raises(Conflict):
+            StateDir(fleet.state.root).acquire()
+
+
+async def test_a_state_directory_that_is_another_supervisors_by_now_is_left_to_it(tmp_path: Path) -> None:
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        fleet.state.root.rename(tmp_path / "moved")
+        other = StateDir(fleet.state.root)
+        other.acquire()
+        socket = other.run / "theirs.sock"
+        socket.touch()
+        async with asyncio.timeout(PATIENCE):
+            assert await fleet.task == 0
+        socket.unlink()  # it was left alone
+        other.release()
 
 
 async def test_a_path_too_long_for_sockets_has_them_elsewhere(tmp_path: Path) -> None:
@@ -366,6 +386,11 @@ async def test_a_path_too_long_for_sockets_has_them_elsewhere(tmp_path: Path) ->
         assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
         assert (sockets / "ok-0.1.sock").is_socket()
         assert fleet.state.admin_socket.is_socket()
+        shutil.rmtree(sockets)  # who tidies up /tmp
+        await fleet.until(lambda: fleet.unit("ok-0").generation == 2 and fleet.unit("ok-0").state == "ready")
+        assert (fleet.state.sockets / "ok-0.2.sock").is_socket()
+        await fleet.until(fleet.state.admin_socket.is_socket)
+        sockets = fleet.state.sockets
     assert not sockets.exists()
 
 
