@@ -143,7 +143,9 @@ class ClientProtocol(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # answered like any request; one of its headers says what was wanted
+            # Answered like any request, by what it says it wants; what follows would be in another protocol.
+            if self._latest is not None:
+                self._latest.keep_alive = False
         except httptools.HttpParserError:
             too_large = self._head_size > MAX_HEAD
             self._refuse(errors.headers_too_large(MAX_HEAD) if too_large else errors.invalid_http())
@@ -170,7 +172,7 @@ class ClientProtocol(asyncio.Protocol):
         self._body_since = 0.0
         self._url = b""
         self._headers: Headers = []
-        self._expects_continue = self._odd_coding = self._upgrade = False
+        self._expects_continue = self._coded = self._odd_coding = self._upgrade = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -187,7 +189,9 @@ class ClientProtocol(asyncio.Protocol):
                 self._expects_continue = value.lower() == b"100-continue"
             elif name == b"upgrade":
                 self._upgrade = True
-            elif value.lower() != b"chunked":
+            elif value.lower() == b"chunked":
+                self._coded = True
+            else:
                 # The parser takes nothing else off: `gzip, chunked` would be passed on as if it were JSON.
                 self._odd_coding = True
 
@@ -200,7 +204,7 @@ class ClientProtocol(asyncio.Protocol):
                 raise ValueError("head too large")
         parser = self._parser
         version = parser.get_http_version()
-        if self._odd_coding or version not in ("1.1", "1.0"):
+        if self._odd_coding or version not in ("1.1", "1.0") or (self._coded and version == "1.0"):
             raise ValueError("not what this server speaks")
         if self._hosts > 1 or (not self._hosts and version == "1.1"):  # RFC 9112, 3.2
             raise ValueError("not one host")

@@ -27,6 +27,8 @@ def answer(raw: bytes) -> tuple[int, dict[str, Any]]:
     return int(head.split(b" ")[1]), json.loads(body)["error"]
 
 
+CHUNKED = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+CHUNKS = b"d\r\n" + BODY + b"\r\n0\r\n\r\n"
 BAD_HTTP = {
     "no request line": b"hello\r\n\r\n",
     "tls": bytes.fromhex("16030100") + b"\x01" * 60,
@@ -34,6 +36,20 @@ BAD_HTTP = {
     + BODY,
     "length and chunked": b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 13\r\n"
     b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunked and length": b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+    b"content-length: 4\r\n\r\n" + CHUNKS,
+    "chunked twice": CHUNKED + b"transfer-encoding: chunked\r\n\r\n" + CHUNKS,
+    "chunked, then not": CHUNKED + b"transfer-encoding: identity\r\n\r\n" + CHUNKS,
+    "chunked in 1.0": CHUNKED.replace(b"1.1", b"1.0") + b"\r\n" + CHUNKS,
+    "hexadecimal chunk": CHUNKED + b"\r\n0x" + CHUNKS,
+    "negative chunk": CHUNKED + b"\r\n-" + CHUNKS,
+    "endless chunk": CHUNKED + b"\r\n1000000000000000" + CHUNKS,
+    "chunk longer than it says": CHUNKED + b"\r\n5" + CHUNKS[1:],
+    "line feed in an extension": CHUNKED + b"\r\nd;a\nb" + CHUNKS[1:],
+    "length in a trailer": CHUNKED + b"\r\n" + CHUNKS[:-2] + b"content-length: 5\r\n\r\n",
+    "line feeds alone": b"POST /generate HTTP/1.1\nhost: x\ncontent-length: 13\n\n" + BODY,
+    "list of lengths": b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 13, 13\r\n\r\n" + BODY,
+    "connect": b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n",
     "no number": b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
     "huge number": b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n",
     "bad chunk": b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n\r\n",
@@ -93,6 +109,15 @@ async def test_upgrades_are_refused(tmp_path: Path) -> None:
         ):
             status, error = answer(await rig.raw(data))
             assert (status, error["code"]) == (400, "upgrade_not_supported")
+        assert not rig.workers[0].requests
+
+
+async def test_behind_a_connect_nothing_is_read(tmp_path: Path) -> None:
+    """It would be in another protocol, and nobody answers it."""
+    async with one_worker(tmp_path) as rig:
+        raw = await rig.raw(b"CONNECT /health HTTP/1.1\r\nhost: x\r\n\r\n" + http_post(BODY))
+        assert raw.startswith(b"HTTP/1.1 405 ")
+        assert raw.count(b"HTTP/1.1 ") == 1
         assert not rig.workers[0].requests
 
 
