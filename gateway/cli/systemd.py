@@ -68,7 +68,7 @@ def render(
             units_file.check_with_systemd(units, user_manager)
     except FleetError as error:
         fail(str(error), error.exit_code)
-    warnings = list(units_file.warnings(fleet, ledger))
+    warnings = list(units_file.warnings(fleet, options, ledger))
     changed = [name for name, text in units.items() if out is None or _differs(out / name, text)]
     if out is not None and not dry_run:
         _write(out, {name: units[name] for name in changed})

@@ -110,8 +110,14 @@ def memory_limit(worker: Worker) -> int | None:
     return worker.estimate.weights + HOST_OF_GPU_WORKER
 
 
-def warnings(fleet: FleetFile, ledger: Ledger | None) -> Iterator[str]:
-    """What works and yet isn't what one would want."""
+def warnings(fleet: FleetFile, options: SystemdOptions, ledger: Ledger | None) -> Iterator[str]:
+    """What works and yet isn't what one would want, and what is still to be done."""
+    if not options.user_manager and not _is_user(options.user):
+        state = options.directory / fleet.supervisor.state_dir
+        yield (
+            f"the units run the fleet as {options.user}, and there is no such user here: "
+            f"`useradd --system {options.user}` makes one, who must own {state} and be able to read the rest"
+        )
     for worker in ledger.workers if ledger else ():
         if worker.estimate is None:
             why = worker.unknown or worker.problem or "its size is unknown"
@@ -228,8 +234,8 @@ def _check(fleet: FleetFile, options: SystemdOptions, state: StateDir) -> None:
         return
     if not _USER.fullmatch(options.user):
         raise InvalidFleet(f"--user-name {options.user!r} is no name of a user")
-    if options.user != "pagefleet":
-        _known(options.user)
+    if options.user != SystemdOptions.user and not _is_user(options.user):
+        raise InvalidFleet(f"--user-name {options.user}: there is no such user")
 
 
 def _check_socket_paths(fleet: FleetFile, state: StateDir) -> None:
@@ -243,11 +249,12 @@ def _check_socket_paths(fleet: FleetFile, state: StateDir) -> None:
         )
 
 
-def _known(user: str) -> None:
+def _is_user(name: str) -> bool:
     try:
-        pwd.getpwnam(user)
+        pwd.getpwnam(name)
     except KeyError:
-        raise InvalidFleet(f"--user-name {user}: there is no such user") from None
+        return False
+    return True
 
 
 def socket_address(host: str, port: int) -> str:

@@ -478,7 +478,7 @@ def test_a_gateway_starts_without_the_models_on_its_disk(tmp_path: Path) -> None
     assert load_fleet(path, check_sources=False).models[0].source == "/none/m.gguf"
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "three-models.yaml"])
+@pytest.mark.parametrize("name", ["demo.yaml", "service.yaml", "three-models.yaml"])
 def test_shipped_configurations(name: str, tmp_path: Path) -> None:
     """The demo's model may not have been fetched here; nothing else may be wrong."""
     text = (ROOT / "configs" / name).read_text()

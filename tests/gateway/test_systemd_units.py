@@ -26,6 +26,7 @@ from gateway.fleet.systemd import (
     line,
     memory_limit,
     render,
+    warnings,
     word,
 )
 
@@ -100,6 +101,16 @@ def test_a_worker_on_a_card_may_load_its_weights(tmp_path: Path) -> None:
     assert worker.estimate is not None
     assert limit is not None
     assert limit > worker.estimate.weights + (4 << 30)
+
+
+@pytest.mark.parametrize(("user", "is_one"), [("root", True), ("nobody-by-this-name", False)])
+def test_that_the_user_is_still_to_be_made_is_said(tmp_path: Path, user: str, is_one: bool) -> None:
+    file = fleet_file(tmp_path)
+    said = list(warnings(load_fleet(file), options_of(file, user=user), None))
+    assert [f"`useradd --system {user}`" in text and f"{tmp_path}/state" in text for text in said] == (
+        [] if is_one else [True]
+    )
+    assert list(warnings(load_fleet(file), options_of(file, user=user, user_manager=True), None)) == []
 
 
 @pytest.mark.systemd
