@@ -54,14 +54,14 @@ from gateway.fleet.statistics import (
 )
 
 Outcome = Literal["pass", "hold", "fail"]
-Reference = Literal["same interval", "earlier steps", "before the rollout"]
+Reference = Literal["same interval", "even load", "earlier steps", "before the rollout"]
 
 ALPHA = 0.01
 TAIL = 0.95
 INDIFFERENT = {"ttft": 0.010, "tpot": 0.001}  # seconds
 STEP_SHARE = 0.2  # of the least requests, those that each step must show anew
 TESTABLE = 5  # times; fewer against as few can't reach ALPHA
-SEVERITY: dict[Outcome, int] = {"pass": 0, "hold": 1, "fail": 2}
+_SEVERITY: dict[Outcome, int] = {"pass": 0, "hold": 1, "fail": 2}
 
 
 class Limits(Protocol):
@@ -188,7 +188,7 @@ def _measures(canary: Window, primary: Window, limits: Limits, least: int) -> tu
 
 def _worse(whole: Measure, step: Measure) -> Measure:
     """Too few in all say nothing, whatever the step's say."""
-    if whole.p is None or SEVERITY[step.outcome] <= SEVERITY[whole.outcome]:
+    if whole.p is None or _SEVERITY[step.outcome] <= _SEVERITY[whole.outcome]:
         return whole
     return msgspec.structs.replace(step, reason=f"{step.reason}, on this step")
 

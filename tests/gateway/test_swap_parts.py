@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 from contracts.times import seconds_of
 from gateway.config import Judge, ModelEntry
 from gateway.fleet.driver import driver as driving
-from gateway.fleet.driver import judging, measure
-from gateway.fleet.driver.measure import Sample, since, verdict_on
+from gateway.fleet.driver import judging, measure, probing
+from gateway.fleet.driver.comparing import users_tell, verdict_on
+from gateway.fleet.driver.measure import Probes, Sample, since
 from gateway.fleet.driver.peer import Lost, Times
 from gateway.fleet.driver.proof import matches
 from gateway.fleet.driver.records import Records
@@ -39,7 +41,12 @@ def users(count: int, bucket: int = FAST, errors: int = 0) -> Sample:
 def probes(count: int, bucket: int = FAST) -> Sample:
     """As they are counted: the workers have their times among the users'."""
     times = Window(ttft={bucket: count}, tpot={bucket: count})
-    return Sample(users=times, probes=window(count, bucket))
+    return Sample(users=times, probes=asked(count, bucket))
+
+
+def asked(count: int, bucket: int = FAST, *, even: bool = True) -> Probes:
+    every = window(count, bucket) if count else Window()
+    return Probes(every=every, even=Window(ttft=every.ttft, tpot=every.tpot) if even else Window())
 
 
 def test_users_are_compared_with_users_and_probes_with_probes() -> None:
@@ -65,10 +72,12 @@ def test_a_version_with_all_users_is_compared_with_the_time_before() -> None:
     assert verdict_on(users(50), Sample(), Sample(), LIMITS, None).outcome == "hold"
 
 
-def probed(count: int, bucket: int = FAST, *, earlier: int = 0, of_users: int = 0) -> Sample:
+def probed(count: int, bucket: int = FAST, *, earlier: int = 0, users: int = 0, even: bool = True) -> Sample:
     """Probes of a step, after those of earlier steps that were fast; and how many users came beside them."""
-    return probes(count, bucket) + Sample(
-        users=Window(requests=of_users), earlier=window(earlier, FAST) if earlier else Window()
+    return Sample(
+        users=Window(requests=users),
+        probes=asked(count, bucket, even=even),
+        earlier=asked(earlier),
     )
 
 
@@ -81,22 +90,47 @@ def test_probes_of_earlier_steps_count_on_but_each_step_is_seen_by_itself() -> N
     assert (late.outcome, "on this step" in late.reason) == ("fail", True)
 
 
-def test_a_canary_with_more_users_is_compared_with_the_old_version_as_it_was_when_it_had_them() -> None:
-    """It may be later than one that has nothing to do any more; later than both it is bad."""
-    loaded = probed(8, FAST + 40, earlier=20, of_users=6)
-    idle = probed(8, earlier=20)
-    assert verdict_on(loaded, idle, Sample(), LIMITS, None).outcome == "fail"
-    was_loaded = msgspec.structs.replace(idle, earlier=window(20, FAST + 40))
+LATER = FAST + 40  # more than any limit
+
+
+def test_a_canary_that_alone_has_users_is_not_blamed_for_their_load() -> None:
+    """One user who asks without end is on one side. Probes beside him say nothing against the canary."""
+    loaded, idle = probed(80, LATER, users=6, even=False), probed(80, even=False)
+    assert verdict_on(loaded, idle, Sample(), LIMITS, None).outcome == "hold"
+    as_fast = probed(80, users=6, even=False)
+    assert verdict_on(as_fast, idle, Sample(), LIMITS, None).outcome == "pass"
+    now_and_then = loaded + probed(20)
+    verdict = verdict_on(now_and_then, idle + probed(20), Sample(), LIMITS, None)
+    assert (verdict.outcome, verdict.reference) == ("pass", "even load")
+    bad = loaded + probed(20, LATER)
+    assert verdict_on(bad, idle + probed(20), Sample(), LIMITS, None).outcome == "fail"
+    erring = loaded + Sample(users=Window(requests=9, errors=9))
+    assert verdict_on(erring, idle, Sample(), LIMITS, None).outcome == "fail"
+
+
+def test_users_without_any_to_compare_them_with_tell_nothing() -> None:
+    fresh = verdict_on(users(60), probed(12), Sample(), LIMITS, None)
+    assert (fresh.outcome, fresh.reference) == ("hold", "same interval")
+    assert not users_tell(users(60), probed(12), Sample(), LIMITS)
+    assert users_tell(users(60), probed(12), users(60), LIMITS)
+
+
+def test_a_canary_with_all_users_may_be_as_slow_as_the_old_version_was_with_them() -> None:
+    loaded = probed(8, LATER, earlier=20, users=6, even=False)
+    idle = probed(8, earlier=20, even=False)
+    assert verdict_on(loaded, idle, Sample(), LIMITS, None).outcome == "hold"
+    was_loaded = msgspec.structs.replace(idle, earlier=asked(20, LATER))
     verdict = verdict_on(loaded, was_loaded, Sample(), LIMITS, None)
     assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
-    bad = probed(8, SLOW, earlier=20, of_users=6)
-    assert verdict_on(bad, was_loaded, Sample(), LIMITS, None).outcome == "fail"
-    unloaded = probed(8, FAST + 40, earlier=20)  # without users there is no excuse
-    assert verdict_on(unloaded, was_loaded, Sample(), LIMITS, None).outcome == "fail"
+    bad = probed(8, SLOW, earlier=20, users=6, even=False)
+    assert verdict_on(bad, was_loaded, Sample(), LIMITS, None).outcome == "hold"
+    without_an_excuse = probed(8, LATER, earlier=20)
+    assert verdict_on(without_an_excuse, probed(8, earlier=20), Sample(), LIMITS, None).outcome == "fail"
 
 
 def test_an_old_version_that_no_longer_answers_is_compared_as_it_was() -> None:
-    gone = Sample(probes=Window(requests=8, errors=8), earlier=window(20, FAST))
+    silent = Probes(every=Window(requests=8, errors=8))
+    gone = Sample(probes=silent, earlier=asked(20))
     verdict = verdict_on(probed(8, earlier=20), gone, Sample(), LIMITS, None)
     assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
     assert verdict_on(probed(8, SLOW, earlier=20), gone, Sample(), LIMITS, None).outcome == "fail"
@@ -120,9 +154,26 @@ class _Worker:
         return Times(seconds_of(self.bucket), seconds_of(self.bucket))
 
 
-class _NoUsers:
-    def window(self, model: str, targets: object) -> Window:
+class _Users:
+    """As gateways show them: how many are in flight on each target."""
+
+    def __init__(self, **on: int) -> None:
+        self.on = on
+
+    def window(self, model: str, targets: Collection[str]) -> Window:
         return Window()
+
+    def inflight(self, model: str, targets: Collection[str]) -> int:
+        return sum(self.on.get(target, 0) for target in targets)
+
+
+@pytest.mark.parametrize(("new", "old", "even"), [(0, 0, 1), (1, 0, 0), (1, 1, 1), (0, 5, 1), (2, 1, 0)])
+async def test_probes_are_even_unless_the_new_version_has_more_to_do(new: int, old: int, even: int) -> None:
+    meter = measure.Meter(_Users(new=new, old=old), "m")
+    sides = [_Worker("new")], [_Worker("old")]
+    await probing.Prober(meter).once(*sides)  # type: ignore[arg-type]
+    for target, sample in (await meter.read([*sides[0], *sides[1]])).items():  # type: ignore[list-item]
+        assert (sample.probes.every.requests, sum(sample.probes.even.ttft.values())) == (1, even), target
 
 
 class _Step:
@@ -130,7 +181,7 @@ class _Step:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(judging, "EVERY", 0.01)
-        monkeypatch.setattr(measure, "PROBE_PAUSE", 0.001)
+        monkeypatch.setattr(probing, "PAUSE", 0.001)
         self._verdicts: asyncio.Queue[Verdict] = asyncio.Queue()
         self._folder = folder
         self.new, self.old = _Worker("m-alt-0.1"), _Worker("m-0.1")
@@ -139,7 +190,7 @@ class _Step:
     def restart(self) -> None:
         """A supervisor that knows nothing of what was measured before."""
         self._judging = judging.Judging(
-            _NoUsers(), Records(self._folder), "m", LIMITS, self._take, lambda: None
+            _Users(), Records(self._folder), "m", LIMITS, self._take, lambda: None
         )
 
     def _take(self, happened: e.Fact) -> None:
@@ -188,7 +239,7 @@ async def test_a_supervisors_successor_counts_anew(tmp_path: Path, monkeypatch: 
 
 def test_times_of_an_earlier_rollouts_probes_are_no_users() -> None:
     life = Sample(users=Window(ttft={FAST: 300}, tpot={FAST: 300}))
-    assert not life.by_users(LIMITS)
+    assert not life.has_users(LIMITS)
 
 
 def test_an_interval_is_the_difference_of_two_readings() -> None:
@@ -302,18 +353,19 @@ def test_what_runs_after_a_crash_of_recreate(
 async def test_redis_is_watched(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis").start()
     told: list[bool] = []
+
+    async def until(expected: list[bool]) -> None:
+        async with asyncio.timeout(30):
+            while told != expected:
+                await asyncio.sleep(0.05)
+
     try:
         async with watch(server.url, told.append):
-            await asyncio.sleep(0.3)
-            assert told == []
+            await until([False])  # an earlier supervisor may have found it down
             server.kill()
-            async with asyncio.timeout(30):
-                while told != [True]:
-                    await asyncio.sleep(0.05)
+            await until([False, True])
             server.start()
-            async with asyncio.timeout(30):
-                while told != [True, False]:
-                    await asyncio.sleep(0.05)
+            await until([False, True, False])
     finally:
         server.kill()
 

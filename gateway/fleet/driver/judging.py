@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gateway.fleet.driver.measure import Counts, Meter, Prober, Sample, since, verdict_on
+from gateway.fleet.driver.comparing import users_tell, verdict_on
+from gateway.fleet.driver.measure import Counts, Meter, Sample, since
 from gateway.fleet.driver.peer import Peer
+from gateway.fleet.driver.probing import Prober
 from gateway.fleet.driver.records import Records
 from gateway.fleet.judge import Limits, Verdict
 from gateway.fleet.rollout import Rollout
@@ -41,15 +43,16 @@ class Judging:
         start = await self._meter.read(both)
         canary = Sample()
         verdict: Verdict | None = None
+        by_users = False
 
         def probes_wanted() -> bool:
             """Until the step has shown as many as a whole rollout needs, or longer while the judge doubts;
             users, where there are enough, tell by themselves."""
             undecided = verdict is None or verdict.outcome == "hold"
-            few = canary.probes.requests < self._limits.min_requests
-            return (undecided or few) and not canary.by_users(self._limits)
+            few = canary.probes.every.requests < self._limits.min_requests
+            return (undecided or few) and not by_users
 
-        probing = asyncio.create_task(self._probe(both, rollout, probes_wanted))
+        probing = asyncio.create_task(self._probe(new, old, rollout, probes_wanted))
         try:
             while True:
                 await asyncio.sleep(EVERY)
@@ -57,15 +60,19 @@ class Judging:
                 canary = since({peer.target: counts[peer.target] for peer in new}, start)
                 of_old = {peer.target: counts[peer.target] for peer in old}
                 before = self._records.before(rollout) or since(of_old, {})
-                verdict = verdict_on(canary, since(of_old, start), before, self._limits, self._last())
+                primary = since(of_old, start)
+                by_users = users_tell(canary, primary, before, self._limits)
+                verdict = verdict_on(canary, primary, before, self._limits, self._last())
                 self._report(e.Judged(rollout_id=rollout.id, change=change, verdict=verdict))
         finally:
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
 
-    async def _probe(self, at: Sequence[Peer], rollout: Rollout, wanted: Callable[[], bool]) -> None:
+    async def _probe(
+        self, new: Sequence[Peer], old: Sequence[Peer], rollout: Rollout, wanted: Callable[[], bool]
+    ) -> None:
         if rollout.options.probes:
-            await Prober(self._meter).run(at, wanted)
+            await Prober(self._meter).run(new, old, wanted)
 
     async def measure_before(self, rollout: Rollout, old: Sequence[Peer]) -> None:
         """Recreate: what the old version did in its life, and with probes now if users were few: many of
@@ -78,8 +85,8 @@ class Judging:
         while True:
             before = since(await self._meter.read(old), {})
             late = asyncio.get_running_loop().time() > deadline
-            measured = before.by_users(self._limits) or before.probes.requests >= enough
+            measured = before.has_users(self._limits) or before.probes.every.requests >= enough
             if late or measured or not old or not rollout.options.probes:
                 break
-            await prober.once(old)
+            await prober.once((), old)
         self._records.save_before(rollout, before)

@@ -1,0 +1,76 @@
+"""Requests of the driver's own, for as long as a new version has too few users to be judged by."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from contracts.times import bucket_of
+from gateway.fleet.driver.measure import Meter
+from gateway.fleet.driver.peer import Lost, Peer, Refused
+from gateway.fleet.driver.proof import tokens
+from gateway.fleet.judge import Window
+
+LENGTHS = (8, 16, 32)  # tokens of a prompt
+TOKENS = 3  # of an answer
+PAUSE = 0.02  # seconds between one round and the next
+MANY = 1000  # rounds, after which they come once a second
+
+log = logging.getLogger(__name__)
+
+
+class Prober:
+    """Sends the same prompts to both versions at the same time, straight to the workers, one at a time to
+    each."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._turn = itertools.count()
+        self._salt = os.urandom(4).hex()
+
+    async def run(self, new: Sequence[Peer], old: Sequence[Peer], wanted: Callable[[], bool]) -> None:
+        """As long as they are wanted; looks again a while later when they aren't."""
+        while True:
+            if wanted():
+                turn = await self.once(new, old)
+                await asyncio.sleep(PAUSE if turn < MANY else 1.0)
+            else:
+                await asyncio.sleep(0.5)
+
+    async def once(self, new: Sequence[Peer], old: Sequence[Peer]) -> int:
+        """Returns how many rounds there were before."""
+        turn = next(self._turn)
+        prompt = tokens(LENGTHS[turn % len(LENGTHS)])
+        asked = [*new, *old]
+        before = [self._meter.users(side) for side in (new, old)]
+        probes = await asyncio.gather(*(_probe(peer, prompt, f"probe-{self._salt}-{turn}") for peer in asked))
+        after = [self._meter.users(side) for side in (new, old)]
+        beside_new, beside_old = map(_beside, before, after)
+        even = beside_new * len(old) <= beside_old * len(new)  # for each process
+        for peer, probe in zip(asked, probes, strict=True):
+            self._meter.count(peer, probe, even=even)
+        return turn
+
+
+def _beside(before: tuple[int, int], after: tuple[int, int]) -> int:
+    """How many requests ran at some time between two readings of what has ended and what is in flight, which
+    may be some tenths of a second old."""
+    return after[0] - before[0] + max(before[1], after[1])
+
+
+async def _probe(peer: Peer, prompt: list[int], salt: str) -> Window:
+    """What is to be counted of it."""
+    try:
+        times = await peer.timed(prompt, TOKENS, salt)
+    except Refused as error:
+        if error.is_failure:
+            return Window(requests=1, errors=1)
+        log.info("%s refused a probe: %s", peer.target, error)  # full, draining, or too small for it
+        await asyncio.sleep(0.5)
+        return Window()
+    except Lost:
+        return Window(requests=1, errors=1)
+    return Window(requests=1, ttft={bucket_of(times.ttft): 1}, tpot={bucket_of(times.tpot): 1})
