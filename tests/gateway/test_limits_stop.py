@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from tests.gateway.redis_server import running
 from tests.gateway.rig import one_worker, until
 
 pytestmark = pytest.mark.redis
-BOUNDS = {"qps": 0.001, "burst": 5, "concurrency": 3, "tokens_per_minute": 6000}
+BOUNDS: dict[str, Any] = {"qps": 0.001, "burst": 5, "concurrency": 3, "tokens_per_minute": 6000}
 RESERVED = 1000
 
 
