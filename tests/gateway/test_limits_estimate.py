@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.limits.estimate import COMPLETION, USUAL_ANSWER, reservation
+from gateway.limits.estimate import COMPLETION, USUAL_ANSWER, reservation, sequences
 
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
@@ -59,3 +59,23 @@ def test_nonsense_is_left_to_the_worker(body: dict[str, Any]) -> None:
 def test_what_isnt_json_is_no_failure() -> None:
     assert reservation(b"{") == USUAL_ANSWER
     assert reservation(b'{"prompt": "\xff"}') > 0
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt", "count"),
+    [
+        (None, "", 1),
+        (4, "", 4),
+        (None, '"one, two, three"', 1),
+        (None, '["one", "two, three"]', 2),
+        (3, '["one", "two"]', 6),
+        (2, "[1, 2, 3]", 2),
+        (2, "[[1, 2], [3], [4]]", 6),
+        (10**9, "", 128),
+        (-1, "[]", 1),
+        (True, '["a", 1]', 1),
+        ("4", "{}", 1),
+    ],
+)
+def test_sequences_are_answers_times_prompts(n: object, prompt: str, count: int) -> None:
+    assert sequences(n, prompt.encode()) == count

@@ -80,6 +80,23 @@ async def test_a_worker_never_gets_more_than_it_can_take(tmp_path: Path) -> None
         assert (rig.inflight(), waiting(rig)) == (0, 0)
 
 
+async def test_several_answers_take_as_many_places(tmp_path: Path) -> None:
+    """Of a worker's nine, and at most sixteen, so that one request keeps nobody waiting for long."""
+    async with saturable(tmp_path) as rig:
+        slow = {"do": "sse", "gate_at": 1}
+        body = {"model": "m", "stream": True, "fake": slow}
+        running = [asyncio.create_task(rig.post({**body, "n": 7})), asyncio.create_task(rig.post(body))]
+        await until(lambda: rig.inflight() == 2)
+        heavy = {**body, "prompt": ["a", "b"], "n": 64}
+        running.append(asyncio.create_task(rig.post(heavy, path="/v1/completions")))
+        await until(lambda: rig.inflight() == 3)  # one place was left, and a heavy request never starves
+        assert (backend(rig).load, backend(rig).by_class) == (24, [0, 24, 0])
+        tasks = await queued(rig, rig.post(body))
+        rig.workers[0].gate.set()
+        assert {answer.status_code for answer in await asyncio.gather(*running, *tasks)} == {200}
+        assert (backend(rig).load, backend(rig).by_class) == (0, [0, 0, 0])
+
+
 async def test_who_leaves_while_queued_is_gone_at_once(tmp_path: Path) -> None:
     async with saturable(tmp_path) as rig:
         streams = await fill(rig)
