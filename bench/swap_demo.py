@@ -4,7 +4,7 @@
 
 The fleet is configs/demo.yaml, in a state directory and on a port of its own. The model is swapped for itself
 by `pagefleet swap start`, first without any other traffic (the judge's probes decide), then while 200 users
-ask now and then, two requests a second together. Told: seconds of the command, of each phase, of the old
+each ask every two and a half minutes. Told: seconds of the command, of each phase, of the old
 worker's end, and what users noticed.
 """
 
@@ -37,7 +37,7 @@ PAGEFLEET = (sys.executable, "-m", "gateway.cli")
 MODEL = "smollm2"
 STEPS, HOLD = "5%,50%,100%", "5s"
 AIM = 60.0  # seconds
-USERS, TOKENS, THINK = 200, 16, 100.0
+USERS, TOKENS, THINK = 200, 16, 150.0
 SETTLE = 15.0  # seconds of traffic before the command
 
 

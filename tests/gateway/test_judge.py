@@ -196,6 +196,23 @@ def test_a_canary_that_turns_bad_on_its_third_step_is_seen_and_a_good_one_passes
     assert abs(outcomes.count("pass") - (50 - failed)) <= 1
 
 
+def test_probes_of_a_round_depend_on_each_other_and_still_raise_few_alarms():
+    """100 rollouts' first steps, in rounds of four, of whose spread two thirds are the round's."""
+    dice = random.Random(3)
+    assert [_in_rounds(dice) for _ in range(100)].count("fail") <= 1
+
+
+def _in_rounds(dice: random.Random) -> str:
+    canary, primary = Window(), Window()
+    for _ in range(40):
+        canary += _lot(dice, 4, 0.15, dice.lognormvariate(0, 0.25), 0.0)
+        primary += _lot(dice, 4, 0.15, dice.lognormvariate(0, 0.25), 0.0)
+        outcome = judge(canary, primary, LIMITS, step=(canary, primary)).outcome
+        if outcome != "hold":
+            break
+    return outcome
+
+
 def _rollout(dice: random.Random, slowness: tuple[float, ...]) -> str:
     earlier = Window(), Window()
     for slower in slowness:

@@ -1,4 +1,9 @@
-"""Requests of the driver's own, for as long as a new version has too few users to be judged by."""
+"""Requests of the driver's own, for as long as a new version has too few users to be judged by.
+
+They come in small rounds, which cost a worker little more than one request does. Those of a round share the
+worker's steps, so their times depend on each other: fewer are worth as much as they seem. The judge's limits
+leave room for that (tests/gateway/test_judge.py tries it).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +21,15 @@ from gateway.fleet.judge import Window
 
 LENGTHS = (8, 16, 32)  # tokens of a prompt
 TOKENS = 3  # of an answer
+AT_ONCE = 4  # on each worker
 PAUSE = 0.02  # seconds between one round and the next
-MANY = 1000  # rounds, after which they come once a second
+MANY = 250  # rounds, after which they come once a second
 
 log = logging.getLogger(__name__)
 
 
 class Prober:
-    """Sends the same prompts to both versions at the same time, straight to the workers, one at a time to
-    each."""
+    """Sends the same prompts to both versions at the same time, straight to the workers."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -43,14 +48,16 @@ class Prober:
     async def once(self, new: Sequence[Peer], old: Sequence[Peer]) -> int:
         """Returns how many rounds there were before."""
         turn = next(self._turn)
-        prompt = tokens(LENGTHS[turn % len(LENGTHS)])
-        asked = [*new, *old]
+        numbers = range(AT_ONCE * turn, AT_ONCE * (turn + 1))
+        asked = [(peer, number) for peer in (*new, *old) for number in numbers]
         before = [self._meter.users(side) for side in (new, old)]
-        probes = await asyncio.gather(*(_probe(peer, prompt, f"probe-{self._salt}-{turn}") for peer in asked))
+        probes = await asyncio.gather(
+            *(_probe(peer, number, f"probe-{self._salt}-{number}") for peer, number in asked)
+        )
         after = [self._meter.users(side) for side in (new, old)]
         beside_new, beside_old = map(_beside, before, after)
         even = beside_new * len(old) <= beside_old * len(new)  # for each process
-        for peer, probe in zip(asked, probes, strict=True):
+        for (peer, _), probe in zip(asked, probes, strict=True):
             self._meter.count(peer, probe, even=even)
         return turn
 
@@ -61,10 +68,10 @@ def _beside(before: tuple[int, int], after: tuple[int, int]) -> int:
     return after[0] - before[0] + max(before[1], after[1])
 
 
-async def _probe(peer: Peer, prompt: list[int], salt: str) -> Window:
+async def _probe(peer: Peer, number: int, salt: str) -> Window:
     """What is to be counted of it."""
     try:
-        times = await peer.timed(prompt, TOKENS, salt)
+        times = await peer.timed(tokens(LENGTHS[number % len(LENGTHS)]), TOKENS, salt)
     except Refused as error:
         if error.is_failure:
             return Window(requests=1, errors=1)

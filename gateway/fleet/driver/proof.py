@@ -13,6 +13,7 @@ from gateway.fleet.driver.peer import Lost, Peer, Refused
 
 WARM_UP_LENGTHS = (8, 64, 512)  # tokens
 WARM_UP_AT_ONCE = 4
+WARM_UP_TOKENS = 4
 GOLDEN_TOKENS = 128
 _CHECK_TOKENS = 8
 _CHECK_LENGTHS = (3, 11)
@@ -40,7 +41,7 @@ async def warm_up(peer: Peer) -> None:
 
 async def _warm(peer: Peer, length: int) -> None:
     try:
-        await peer.prompt("/generate", prompt=tokens(length), max_tokens=8)
+        await peer.prompt("/generate", prompt=tokens(length), max_tokens=WARM_UP_TOKENS)
     except Refused as error:
         if error.code != "context_length_exceeded":
             raise Unproven(f"{peer.target}, warming up: {error}") from None
