@@ -8,7 +8,7 @@ something it wrote, so memory never written, whatever it holds, can't reach a re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
+from kernels.cpu import LANES, compiled
 
 GROUP_COST = 250  # what one more group costs, in tokens of padding it would have to save (two threads, Zen 3)
 GROUP_TOKENS = (
@@ -116,10 +117,45 @@ def _decode_group(group: _DecodeGroup, q: Tensor, k_rows: Tensor, v_rows: Tensor
     )[0]
 
 
+def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether cpu_decode.py's kernel takes these types, sizes and strides."""
+    return (
+        q.dtype == k_cache.dtype == torch.float32
+        and q.shape[2] % LANES == 0
+        and q.stride(2) == k_cache.stride(3) == 1
+        and k_cache.stride() == v_cache.stride()
+    )
+
+
+def _decode_compiled(
+    kernel: Callable[..., None],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int,
+) -> Tensor:
+    rows, heads, dim = q.shape
+    _, kv_heads, page_size, _ = k_cache.shape
+    out = torch.empty((rows, heads, dim))
+    tables, threads = batch.block_tables, min(torch.get_num_threads(), rows * kv_heads)
+    kernel(
+        q.data_ptr(), *q.stride()[:2], k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3],
+        page_size, tables.data_ptr(), tables.stride(0), batch.seq_lens.data_ptr(), out.data_ptr(), rows,
+        kv_heads, window, scale, threads,
+    )  # fmt: skip
+    return out
+
+
 def _decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int
 ) -> Tensor:
     """Rows of the decoding sequences: q [B, Hq, D] -> [B, Hq, D]."""
+    kernels = compiled()
+    if kernels is not None and _fits_kernel(q, k_cache, v_cache):
+        kernel = kernels.decode(q.shape[2], q.shape[1] // k_cache.shape[1])
+        return _decode_compiled(kernel, q, k_cache, v_cache, batch, scale, window)
     key = ("decode", window, k_cache.stride())
     groups: list[_DecodeGroup] | None = batch.plans.get(key)
     if groups is None:

@@ -50,7 +50,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | 
     would cost; `.view` can't merge its dimensions.
     """
     if isinstance(weight, PackedMatrix):
-        y = weight.product(x, bias)
+        y = weight.product(x)
+        if bias is not None:
+            y.add_(bias)
     elif x.is_cuda:
         tile = best_tile(x, weight)
         if tile is not None:
@@ -71,6 +73,8 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
             return skinny_triton(x, weight, bias, tile, add=True, out=residual)
         if bias is None:
             return residual.addmm_(x, weight.t())
+    if isinstance(weight, PackedMatrix):
+        return weight.add_product(x, residual if bias is None else residual.add_(bias))
     return residual.add_(linear(x, weight, bias))
 
 
@@ -114,6 +118,8 @@ def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
         tile = best_tile(x, weight, swiglu=True)
         if tile is not None:
             return skinny_triton(x, weight, None, tile, swiglu=True)
+    if isinstance(weight, PackedMatrix) and weight.gated:
+        return weight.swiglu(x)
     return swiglu(linear(x, weight))
 
 

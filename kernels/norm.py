@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import pdl
+from kernels.cpu import LANES, PARALLEL_ROWS, compiled
 from kernels.pdl import begin
 
 
@@ -103,6 +104,15 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[1],), weight, eps)
+    kernels = compiled()
+    if kernels is not None and x.shape[1] % LANES == 0 and x.stride(1) == 1:
+        rows, hidden = x.shape
+        y = torch.empty((rows, hidden))
+        threads = torch.get_num_threads() if rows >= PARALLEL_ROWS else 1
+        kernels.rms_norm(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), rows, hidden, eps, threads
+        )
+        return y
     # F.rms_norm is a chain of eight operations; these five take half its time on a few rows.
     norm = torch.linalg.vector_norm(x, 2, 1, True)
     inverse = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[1]).rsqrt_()

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import pdl
 from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
+from kernels.cpu import LANES, PARALLEL_ROWS, compiled
 from kernels.pdl import begin
 
 BLOCK_H = 4  # heads a program: few enough that one token still spreads over several multiprocessors ...
@@ -195,9 +196,34 @@ def _rotate_heads(x: Tensor, angles: _Angles) -> Tensor:
     return y.to(x.dtype)
 
 
+def _fits_kernel(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether cpu_rope.py's kernel takes these types, sizes and strides."""
+    return (
+        q.dtype == k.dtype == v.dtype == k_cache.dtype == torch.float32
+        and q.shape[2] % LANES == cos_sin.shape[1] % (2 * LANES) == 0
+        and q.stride() == k.stride()
+        and q.stride(2) == v.stride(2) == k_cache.stride(3) == 1
+        and k_cache.stride() == v_cache.stride()
+    )
+
+
+def _page_strides(cache: Tensor) -> tuple[int, int, int, int]:
+    """(page, head, slot) strides of a cache, and the slots of a page."""
+    return (*cache.stride()[:3], cache.shape[2])
+
+
 def _rope_and_cache_cpu(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
+    kernels = compiled()
+    if kernels is not None and _fits_kernel(q, k, v, cos_sin, k_cache, v_cache):
+        threads = torch.get_num_threads() if len(q) >= PARALLEL_ROWS else 1
+        kernels.rope_and_cache(
+            q.data_ptr(), k.data_ptr(), *q.stride()[:2], v.data_ptr(), *v.stride()[:2], cos_sin.data_ptr(),
+            batch.positions.data_ptr(), batch.slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+            *_page_strides(k_cache), len(q), q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], threads,
+        )  # fmt: skip
+        return q
     angles = _angles(cos_sin, batch)
     fused = _side_by_side(q, k)
     if fused is None:

@@ -160,13 +160,13 @@ class CausalLM:
                 "down": mlp.down,
             }
             for name, matrix in matrices.items():
-                matrix.weight = self._pack(f"layers.{i}.{name}.weight")
+                matrix.weight = self._pack(f"layers.{i}.{name}.weight", gated=matrix is mlp.gate_up)
         tied = "lm_head.weight" not in self.named_parameters
         self._lm_head = self._pack("embedding.weight" if tied else "lm_head.weight", keep=tied)
 
-    def _pack(self, name: str, keep: bool = False) -> Weight:
+    def _pack(self, name: str, *, keep: bool = False, gated: bool = False) -> Weight:
         weight = self.named_parameters[name]
-        packed = pack(weight)
+        packed = pack(weight, gated)
         if packed is None:
             return weight
         self._packed.append(packed)
