@@ -83,7 +83,7 @@ async def _user(client: httpx.AsyncClient, who: int, traffic: Traffic, seen: See
             "prompt": f"User {who} asks for the {number}. time about the sea.",
         }  # fmt: skip
         try:
-            await (stream if number % 3 == 0 else whole)(client, body, seen)
+            await (stream if (who + number) % 3 == 0 else whole)(client, body, seen)
         except (httpx.HTTPError, AssertionError) as error:
             seen.failures.append(f"user {who}, {number}: {error!r}")
         seen.requests += 1
