@@ -8,10 +8,14 @@ import sys
 import pytest
 import torch
 
-from kernels import attention_cpu, cpu, norm, rope_cache
+from kernels import attention_cpu, cpu, norm, packed_matrix, rope_cache
 from kernels.attention import paged_attention, paged_attention_reference
+from kernels.cpu_gemm import Gemm
+from kernels.cpu_jit import Module
+from kernels.linear import linear_reference
 from kernels.norm import rms_norm, rms_norm_reference
 from kernels.rope_cache import rope_and_cache, rope_and_cache_reference
+from kernels.swiglu import swiglu_reference
 
 from .cases import assert_close, cos_sin, fused_qkv, paged_case
 
@@ -70,6 +74,26 @@ def test_nan_in_a_context_is_seen() -> None:
     out = paged_attention(case.q, case.k_cache, case.v_cache, case.batch, 0.125, 0)
     assert out[0].isfinite().all()
     assert out[1].isnan().any()
+
+
+def test_products_in_vectors_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is AVX-512: half as many panels, each as wide as two of its vectors."""
+    module = Module("wide")
+    width = Gemm(module, 16, 12).width
+    kernels = cpu.compiled()
+    assert kernels is not None
+    wide = kernels._replace(width=width, product=module.compile().function("product"))
+    monkeypatch.setattr(packed_matrix, "compiled", lambda: wide)
+    for rows in (1, 4, 5, 30):
+        x, weight = torch.randn(rows, 36), torch.randn(150, 36) / 6
+        plain, gated = packed_matrix.pack(weight), packed_matrix.pack(weight, gated=True)
+        assert plain is not None
+        assert gated is not None
+        assert plain.nbytes == 4 * 160 * 36
+        expected = linear_reference(x, weight)
+        assert_close(plain.product(x), expected)
+        assert_close(plain.add_product(x, torch.ones(rows, 150)), 1 + expected)
+        assert_close(gated.swiglu(x), swiglu_reference(expected))
 
 
 def test_without_llvmlite_there_are_none(
