@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+import uvloop
 from redis.asyncio.connection import SSLConnection
 
 from gateway.limits import Charge, Granted, Limit, Refused, Scope
@@ -230,3 +232,43 @@ async def test_limits_set_while_running_are_shared_in_a_cluster(cluster: list[Re
     assert await one.exchange(ours, changed=False) == {"user:ann": Entry(7, Bounds(qps=2))}
     for shared in (one, two):
         await shared.aclose()
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """Of localhost, signed by itself: (certificate, key)."""
+    made, key = folder / "tls.crt", folder / "tls.key"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    files = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(made)]
+    subprocess.run(["openssl", *words.split(), *files], check=True, capture_output=True)
+    return made, key
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_limits_over_tls_with_a_password(
+    tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    made, key = certificate(tmp_path)
+    port = free_port()
+    tls = ("--tls-port", str(port), "--tls-cert-file", str(made), "--tls-key-file", str(key))
+    with running(tmp_path / "redis", *tls, "--tls-auth-clients", "no", "--requirepass", "secret") as server:
+        url = f"rediss://:secret@localhost:{port}/3?ssl_ca_certs={made}"
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(counting(url, server))
+
+
+async def counting(url: str, server: RedisServer) -> None:
+    limiter = RedisLimiter(url, budget=20)
+    await limiter.start()
+    await eventually(lambda: not limiter.degraded)
+    charges = [Charge.of_user("ann", Limit(qps=0.01, burst=200))]
+    answers = await asyncio.gather(*(limiter.acquire(charges) for _ in range(300)))
+    assert sum(isinstance(answer, Granted) for answer in answers) == 200
+    with server.client(password="secret", db=3) as client:
+        assert client.exists("pagefleet:{u:ann}:user:ann:requests")
+        others = [one["id"] for one in client.client_list() if one["id"] != str(client.client_id())]
+        assert [client.client_kill_filter(_id=one) for one in others] == [1]
+        async with asyncio.timeout(60):
+            while not client.exists("pagefleet:{u:bob}:user:bob:requests"):
+                await limiter.acquire([Charge.of_user("bob", Limit(qps=0.01))])
+                await asyncio.sleep(0.01)
+    await limiter.aclose()
