@@ -100,11 +100,20 @@ def prefill_ms(engine: Engine, count: int, length: int) -> float:
     return statistics.median(times[1:]) * 1000
 
 
-def measure(engine: Engine, kinds: set[str], say: Callable[[Row], None]) -> None:
+def weights_ms(engine: Engine, copy_tb_s: float) -> float:
+    """Time to read at the copy's rate what a step reads of the weights: all but the embedding."""
+    model = engine.runner.model
+    return (model.weight_bytes - model.named_parameters["embedding.weight"].nbytes) / copy_tb_s / 1e9
+
+
+def measure(engine: Engine, kinds: set[str], say: Callable[[Row], None], copy_tb_s: float) -> None:
     if "decode" in kinds:
         for (batch, context), (vllm, bar) in DECODE.items():
-            say({"row": f"decode batch {batch} context {context}", "unit": "ms", "vllm": vllm, "bar": bar,
-                 "ours": decode_ms(engine, batch, context)})  # fmt: skip
+            row: Row = {"row": f"decode batch {batch} context {context}", "unit": "ms", "vllm": vllm,
+                        "bar": bar, "ours": decode_ms(engine, batch, context)}  # fmt: skip
+            if batch == 1:
+                row["share_of_reading_weights"] = weights_ms(engine, copy_tb_s) / row["ours"]
+            say(row)
     if "prefill" in kinds:
         for (count, length), (vllm, bar) in PREFILL.items():
             say({"row": f"prefill {count} x {length}", "unit": "ms", "vllm": vllm, "bar": bar,
@@ -154,7 +163,7 @@ def main() -> None:
         figures = f"{row['ours']:9.2f} {row['unit']:6} vLLM {row['vllm']:8.2f}  bar {row['bar']:8.2f}"
         print(f"{row['row']:34} {figures}", flush=True)
 
-    measure(llm._engine, set(arguments.rows.split(",")), say)
+    measure(llm._engine, set(arguments.rows.split(",")), say, result["rates"]["copy_tb_s"])
     assert llm.check_integrity() == ""
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.attention_cpu import paged_attention_cpu
 from kernels.attention_decode import Rope, decode_attention_triton
-from kernels.attention_dense import dense_attention_triton, dense_is_faster
+from kernels.attention_dense import dense_attention, dense_is_faster
 from kernels.attention_prefill import prefill_attention_triton
 from kernels.batch import AttentionBatch
 from kernels.rope_cache import rope_and_cache
@@ -22,7 +22,7 @@ def paged_attention_triton(
     if batch.num_decodes:
         decode_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out)
     if batch.num_decodes < batch.seq_lens.shape[0]:
-        prefill = dense_attention_triton if dense_is_faster(q, k_cache, batch) else prefill_attention_triton
+        prefill = dense_attention if dense_is_faster(q, k_cache, batch) else prefill_attention_triton
         prefill(q, k_cache, v_cache, batch, scale, sliding_window, out)
     return out
 

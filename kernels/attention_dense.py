@@ -3,6 +3,7 @@
 What `attention_prefill` does, in two kernels: the first copies the sequences' keys and values out of their
 pages into dense rows, each of which the second reads some hundred times over. It pays where the reads are
 many, and on cards (Hopper on) whose copy engine moves whole tiles to shared memory with no threads' help.
+On Hopper itself the second one is attention_wgmma.py's.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -175,6 +176,51 @@ def dense_is_faster(q: Tensor, k_cache: Tensor, batch: AttentionBatch) -> bool:
     )
 
 
+def _gather(
+    k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, padded: int, dtype: torch.dtype
+) -> Tensor:
+    """Keys and values [2, sequences · Hkv · padded, D] of the sequences behind the decodes, zero behind a
+    context's end."""
+    sequences = batch.seq_lens.shape[0] - batch.num_decodes
+    kv_heads, page_size, dim = k_cache.shape[1:]
+    dense = torch.empty((2, sequences * kv_heads * padded, dim), dtype=dtype, device=k_cache.device)
+    _gather_kernel[(padded // GATHER_BLOCK, kv_heads, sequences)](
+        k_cache, v_cache, dense[0], dense[1], batch.block_tables, batch.seq_lens, batch.num_decodes, padded,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], batch.block_tables.stride(0),
+        HEAD_DIM=dim, PAGE_SIZE=page_size, BLOCK_N=GATHER_BLOCK,
+    )  # fmt: skip
+    return dense
+
+
+def _has_wgmma(device: torch.device) -> bool:
+    """Hopper's tensor instructions are Hopper's alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def dense_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int,
+    out: Tensor,
+) -> None:
+    """`prefill_attention_triton` for a head size of 64 or 128, in 16 bits.
+
+    Takes memory for keys and values of (sequences behind the decodes) x max_seq_len tokens.
+    """
+    if not _has_wgmma(q.device):
+        dense_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out)
+        return
+    # Not at the top: others needn't pay for importing Gluon.
+    from kernels.attention_wgmma import BLOCK_N, wgmma_attention
+
+    padded = triton.cdiv(batch.max_seq_len, BLOCK_N) * BLOCK_N
+    keys, values = _gather(k_cache, v_cache, batch, padded, q.dtype)
+    wgmma_attention(q, keys, values, batch, padded, scale, sliding_window, out)
+
+
 def dense_attention_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -185,22 +231,14 @@ def dense_attention_triton(
     out: Tensor,
     tile: Tile | None = None,
 ) -> None:
-    """`prefill_attention_triton` for a head size that is a power of two, in 16 bits.
-
-    Takes memory for keys and values of (sequences behind the decodes) x max_seq_len tokens.
-    """
+    """`dense_attention` by Triton's own pipelining."""
     sequences = batch.seq_lens.shape[0] - batch.num_decodes
     _, q_heads, dim = q.shape
-    kv_heads, page_size = k_cache.shape[1:3]
+    kv_heads = k_cache.shape[1]
     if tile is None:
         tile = Tile(64, 64, 4, 3) if batch.max_seq_len <= 16384 else Tile(128, 128, 8, 3)
     padded = triton.cdiv(batch.max_seq_len, tile.block_n) * tile.block_n
-    dense = torch.empty((2, sequences * kv_heads * padded, dim), dtype=q.dtype, device=q.device)
-    _gather_kernel[(padded // GATHER_BLOCK, kv_heads, sequences)](
-        k_cache, v_cache, dense[0], dense[1], batch.block_tables, batch.seq_lens, batch.num_decodes, padded,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], batch.block_tables.stride(0),
-        HEAD_DIM=dim, PAGE_SIZE=page_size, BLOCK_N=GATHER_BLOCK,
-    )  # fmt: skip
+    dense = _gather(k_cache, v_cache, batch, padded, q.dtype)
     block = [tile.block_n, dim]
     keys, values = (TensorDescriptor.from_tensor(side, block) for side in dense)
     _dense_kernel[(q_heads, triton.cdiv(batch.max_query_len, tile.block_m), sequences)](

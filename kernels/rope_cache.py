@@ -136,7 +136,7 @@ def rope_and_cache_triton(
         BLOCK_H=block_h,
         BLOCK_R=triton.next_power_of_2(half),
         BLOCK_D=triton.next_power_of_2(dim),
-        num_warps=2,
+        num_warps=2 if tokens < 512 else 4,
         **pdl.launch(q.device),
     )
     return q

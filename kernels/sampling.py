@@ -1,4 +1,5 @@
-"""One token for each row of logits, without sorting and without the host: a program a row.
+"""One token for each row of logits, without sorting and without the host: a program a row, or, where all take
+the likeliest, several.
 
     w_i = exp((l_i - max l) / temperature)        token = first i with w_0 + ... + w_i > u * total
 
@@ -13,6 +14,7 @@ for, as nearly always, the rest works on the list alone; else on the whole row.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -22,6 +24,10 @@ from torch import Tensor
 
 BLOCK = 4096
 CANDIDATES = 1024
+ARGMAX_BLOCK = 2048
+MOST_PARTS = 16  # of a row, ...
+PROGRAMS = 2048  # ... and of all
+NO_LOGIT = tl.constexpr(-0x7F800001)  # -inf as an integer in the order of floats
 LOG2_E = math.log2(math.e)
 
 
@@ -99,11 +105,47 @@ def _draw(p_x, length, key, top, scale, min_p, u, BLOCK: tl.constexpr, SHIFT: tl
     return tl.where(found < length, found, last)
 
 
+@triton.jit(do_not_specialize=["stride_x", "limit", "parts"])
+def _argmax_kernel(
+    p_x, p_token, p_part, p_arrived, stride_x, limit, parts, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    """A part of a row: the first of its largest logits, as one number of which the larger is the likelier
+    token, and one beyond all stands for a logit that isn't finite. The last part to arrive joins a row's."""
+    i_r = tl.program_id(0).to(tl.int64)
+    share = tl.cdiv(tl.cdiv(limit, BLOCK), parts) * BLOCK
+    lo = tl.program_id(1) * share
+    hi = tl.minimum(lo + share, limit)
+    b_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    b_at = tl.zeros([BLOCK], tl.int32)
+    b_bad = tl.zeros([BLOCK], tl.int32)
+    for i in range(lo, hi, BLOCK):
+        o_v = i + tl.arange(0, BLOCK)
+        b_x = tl.load(p_x + i_r * stride_x + o_v, mask=o_v < hi, other=float("-inf")).to(tl.float32)
+        b_bad |= ((b_x != b_x) | (b_x == float("inf"))).to(tl.int32)
+        b_at = tl.where(b_x > b_max, o_v, b_at)
+        b_max = tl.maximum(b_max, b_x)
+    top = tl.max(b_max, axis=0)
+    first = tl.min(tl.where(b_max == top, b_at, limit), axis=0)
+    best = (_ordered(top, 0).to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
+    best = tl.where(tl.max(b_bad, axis=0) > 0, 0x7FFFFFFFFFFFFFFF, best)
+    p_part += i_r * parts
+    tl.store(p_part + tl.program_id(1), best)
+    tl.debug_barrier()  # it is stored before this program counts as arrived
+    if tl.atomic_add(p_arrived + i_r, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.store(p_arrived + i_r, 0)
+        o_p = tl.arange(0, PARTS)
+        b_part = tl.load(p_part + o_p, mask=o_p < parts, other=-(1 << 63), cache_modifier=".cg")
+        best = tl.max(b_part, axis=0)
+        # -inf, the ordered integer of which this is, and what isn't finite give no token.
+        none = (best == 0x7FFFFFFFFFFFFFFF) | ((best >> 32) <= NO_LOGIT)
+        tl.store(p_token + i_r, tl.where(none, -1, 0x7FFFFFFF - (best & 0x7FFFFFFF)))
+
+
 @triton.jit(do_not_specialize=["stride_x", "limit"])
 def _sample_kernel(
     p_x, p_params, p_u, p_token, p_listed, p_listed_id, stride_x, limit,
     BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, SHIFT: tl.constexpr, LOG2_E: tl.constexpr,
-    STAGES: tl.constexpr, GREEDY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     i_r = tl.program_id(0).to(tl.int64)
     p_row = p_x + i_r * stride_x
@@ -119,80 +161,75 @@ def _sample_kernel(
     top = tl.max(b_max, axis=0)
     token = tl.min(tl.where(b_max == top, b_at, limit), axis=0)
     finite = (tl.max(b_bad, axis=0) == 0) & (top > float("-inf"))
-    if not GREEDY:
-        temperature = tl.load(p_params + i_r * 4)
-        if finite & (temperature > 0.0):
-            top_p = tl.load(p_params + i_r * 4 + 1)
-            min_p = tl.load(p_params + i_r * 4 + 2)
-            top_k = tl.load(p_params + i_r * 4 + 3).to(tl.int32)
-            if top_k >= limit:
-                top_k = 0
-            scale = LOG2_E / temperature
-            lowest = -(1 << (31 - SHIFT))
-            key = tl.full([], lowest, tl.int64)
-            listed = 0
-            p_list = p_listed + i_r * CANDIDATES
-            p_list_id = p_listed_id + i_r * CANDIDATES
-            if (top_k > 0) | (top_p < 1.0):
-                highest = tl.max(_ordered(b_max, SHIFT), axis=0).to(tl.int64)
-                floor = _lane_key(_ordered(b_max, SHIFT), key, highest, tl.maximum(top_k, CANDIDATES // 4))
-                count = 0
-                b_mass = tl.zeros([BLOCK], tl.float32)
-                for i in range(0, limit, BLOCK):
-                    o_v = i + tl.arange(0, BLOCK)
-                    b_x = tl.load(p_row + o_v, mask=o_v < limit, other=float("-inf")).to(tl.float32)
-                    b_mass += tl.exp2((b_x - top) * scale)
-                    m_in = (_ordered(b_x, SHIFT) >= floor.to(tl.int32)) & (o_v < limit)
-                    o_list = count + tl.cumsum(m_in.to(tl.int32), axis=0) - 1
-                    m_list = m_in & (o_list < CANDIDATES)
-                    tl.store(p_list + o_list, b_x.to(p_list.dtype.element_ty), mask=m_list)
-                    tl.store(p_list_id + o_list, o_v, mask=m_list)
-                    count += tl.sum(m_in.to(tl.int32), axis=0)
-                tl.debug_barrier()  # the list is read by other threads than those that wrote it
-                mass = tl.sum(b_mass, axis=0)
-                if count <= CANDIDATES:
-                    _, listed_mass = _count_and_mass(
-                        p_list, count, floor.to(tl.int32), top, scale, CANDIDATES, SHIFT
-                    )
-                    if (top_k > 0) | (listed_mass >= top_p * mass):
-                        listed = count
-                if listed > 0:
-                    key = floor
-                    if top_k > 0:
-                        key = _largest_key(
-                            p_list, listed, floor, highest, top, scale, top_k, 0.0, CANDIDATES, SHIFT
-                        )
-                        n_all, m_all = _count_and_mass(
-                            p_list, listed, key.to(tl.int32), top, scale, CANDIDATES, SHIFT
-                        )
-                        n_above, m_above = _count_and_mass(
-                            p_list, listed, key.to(tl.int32) + 1, top, scale, CANDIDATES, SHIFT
-                        )
-                        mass = m_above + (top_k - n_above) * (m_all - m_above) / (n_all - n_above)
-                    if top_p < 1.0:
-                        key = _largest_key(
-                            p_list, listed, key, highest, top, scale, 0, top_p * mass, CANDIDATES, SHIFT
-                        )
-                else:
-                    if top_k > 0:
-                        key = _largest_key(p_row, limit, key, highest, top, scale, top_k, 0.0, BLOCK, SHIFT)
-                        n_all, m_all = _count_and_mass(
-                            p_row, limit, key.to(tl.int32), top, scale, BLOCK, SHIFT
-                        )
-                        n_above, m_above = _count_and_mass(
-                            p_row, limit, key.to(tl.int32) + 1, top, scale, BLOCK, SHIFT
-                        )
-                        mass = m_above + (top_k - n_above) * (m_all - m_above) / (n_all - n_above)
-                    if top_p < 1.0:
-                        key = _largest_key(
-                            p_row, limit, key, highest, top, scale, 0, top_p * mass, BLOCK, SHIFT
-                        )
-            u = tl.load(p_u + i_r)
+    temperature = tl.load(p_params + i_r * 4)
+    if finite & (temperature > 0.0):
+        top_p = tl.load(p_params + i_r * 4 + 1)
+        min_p = tl.load(p_params + i_r * 4 + 2)
+        top_k = tl.load(p_params + i_r * 4 + 3).to(tl.int32)
+        if top_k >= limit:
+            top_k = 0
+        scale = LOG2_E / temperature
+        lowest = -(1 << (31 - SHIFT))
+        key = tl.full([], lowest, tl.int64)
+        listed = 0
+        p_list = p_listed + i_r * CANDIDATES
+        p_list_id = p_listed_id + i_r * CANDIDATES
+        if (top_k > 0) | (top_p < 1.0):
+            highest = tl.max(_ordered(b_max, SHIFT), axis=0).to(tl.int64)
+            floor = _lane_key(_ordered(b_max, SHIFT), key, highest, tl.maximum(top_k, CANDIDATES // 4))
+            count = 0
+            b_mass = tl.zeros([BLOCK], tl.float32)
+            for i in range(0, limit, BLOCK):
+                o_v = i + tl.arange(0, BLOCK)
+                b_x = tl.load(p_row + o_v, mask=o_v < limit, other=float("-inf")).to(tl.float32)
+                b_mass += tl.exp2((b_x - top) * scale)
+                m_in = (_ordered(b_x, SHIFT) >= floor.to(tl.int32)) & (o_v < limit)
+                o_list = count + tl.cumsum(m_in.to(tl.int32), axis=0) - 1
+                m_list = m_in & (o_list < CANDIDATES)
+                tl.store(p_list + o_list, b_x.to(p_list.dtype.element_ty), mask=m_list)
+                tl.store(p_list_id + o_list, o_v, mask=m_list)
+                count += tl.sum(m_in.to(tl.int32), axis=0)
+            tl.debug_barrier()  # the list is read by other threads than those that wrote it
+            mass = tl.sum(b_mass, axis=0)
+            if count <= CANDIDATES:
+                _, listed_mass = _count_and_mass(
+                    p_list, count, floor.to(tl.int32), top, scale, CANDIDATES, SHIFT
+                )
+                if (top_k > 0) | (listed_mass >= top_p * mass):
+                    listed = count
             if listed > 0:
-                place = _draw(p_list, listed, key.to(tl.int32), top, scale, min_p, u, CANDIDATES, SHIFT)
-                token = tl.load(p_list_id + place)
+                key = floor
+                if top_k > 0:
+                    key = _largest_key(
+                        p_list, listed, floor, highest, top, scale, top_k, 0.0, CANDIDATES, SHIFT
+                    )
+                    n_all, m_all = _count_and_mass(
+                        p_list, listed, key.to(tl.int32), top, scale, CANDIDATES, SHIFT
+                    )
+                    n_above, m_above = _count_and_mass(
+                        p_list, listed, key.to(tl.int32) + 1, top, scale, CANDIDATES, SHIFT
+                    )
+                    mass = m_above + (top_k - n_above) * (m_all - m_above) / (n_all - n_above)
+                if top_p < 1.0:
+                    key = _largest_key(
+                        p_list, listed, key, highest, top, scale, 0, top_p * mass, CANDIDATES, SHIFT
+                    )
             else:
-                token = _draw(p_row, limit, key.to(tl.int32), top, scale, min_p, u, BLOCK, SHIFT)
+                if top_k > 0:
+                    key = _largest_key(p_row, limit, key, highest, top, scale, top_k, 0.0, BLOCK, SHIFT)
+                    n_all, m_all = _count_and_mass(p_row, limit, key.to(tl.int32), top, scale, BLOCK, SHIFT)
+                    n_above, m_above = _count_and_mass(
+                        p_row, limit, key.to(tl.int32) + 1, top, scale, BLOCK, SHIFT
+                    )
+                    mass = m_above + (top_k - n_above) * (m_all - m_above) / (n_all - n_above)
+                if top_p < 1.0:
+                    key = _largest_key(p_row, limit, key, highest, top, scale, 0, top_p * mass, BLOCK, SHIFT)
+        u = tl.load(p_u + i_r)
+        if listed > 0:
+            place = _draw(p_list, listed, key.to(tl.int32), top, scale, min_p, u, CANDIDATES, SHIFT)
+            token = tl.load(p_list_id + place)
+        else:
+            token = _draw(p_row, limit, key.to(tl.int32), top, scale, min_p, u, BLOCK, SHIFT)
     tl.store(p_token + i_r, tl.where(finite, token, -1).to(tl.int64))
 
 
@@ -208,14 +245,33 @@ def sample_triton(
             all), top_k (0: all). None: the likeliest for every row.
         u: [R] float64 in [0, 1): the draws.
     """
+    if params is None or u is None:
+        return _argmax(logits, limit)
     rows = len(logits)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    greedy = params is None or u is None
-    listed = logits.new_empty(0 if greedy else rows * CANDIDATES)
+    listed = logits.new_empty(rows * CANDIDATES)
     ids = torch.empty(listed.numel(), dtype=torch.int32, device=logits.device)
     _sample_kernel[(rows,)](
         logits, params, u, tokens, listed, ids, logits.stride(0), limit,
         BLOCK=BLOCK, CANDIDATES=CANDIDATES, SHIFT=16 if logits.dtype == torch.bfloat16 else 0, LOG2_E=LOG2_E,
-        STAGES=4, GREEDY=greedy, num_warps=8,
+        STAGES=4, num_warps=8,
+    )  # fmt: skip
+    return tokens
+
+
+@functools.cache
+def _arrivals(device: torch.device, count: int) -> Tensor:
+    """Zeroed counters, which every launch leaves at zero; one stream at a time."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _argmax(logits: Tensor, limit: int) -> Tensor:
+    rows, device = len(logits), logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    parts = min(MOST_PARTS, max(1, PROGRAMS // max(rows, 1)))
+    best = torch.empty((rows, parts), dtype=torch.int64, device=device)
+    _argmax_kernel[(rows, parts)](
+        logits, tokens, best, _arrivals(device, triton.next_power_of_2(rows)), logits.stride(0), limit, parts,
+        BLOCK=ARGMAX_BLOCK, PARTS=MOST_PARTS, num_warps=4,
     )  # fmt: skip
     return tokens

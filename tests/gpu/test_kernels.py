@@ -97,6 +97,15 @@ def test_prefill_of_a_long_prompt() -> None:
     check_attention(case_of("qwen2-7b", [4096], [4096], torch.bfloat16))
 
 
+@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize("model", ["qwen2-7b", "smollm2-135m"])
+def test_prefill_of_more_tiles_than_multiprocessors(model: str, window: int) -> None:
+    """Programs take turns at tiles, of which some have no rows; chunks begin anywhere in a block."""
+    case = case_of(model, [3000, 40, 777, 1300, 513], [2900, 40, 300, 1300, 2], torch.bfloat16)
+    for _ in range(3):
+        check_attention(case, window)
+
+
 def test_prefill_chunk_at_the_end_of_32k_tokens() -> None:
     check_attention(case_of("qwen2-7b", [32_768], [256], torch.bfloat16))
 

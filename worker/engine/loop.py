@@ -12,13 +12,13 @@ from contracts.units import format_bytes
 from worker.engine.blocks import PagePool
 from worker.engine.budget import plan_pages
 from worker.engine.config import EngineConfig
+from worker.engine.loading import largest_step, load, make_runner, smallest_steps
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput, TokenLogprob
 from worker.request import Request, Row
 from worker.runner.kv_cache import KvCache
 from worker.runner.sampler import NOT_FINITE
 from worker.runner.step import Launched, Runner, activation_bytes, dry_run
-from worker.weights.loader import load_model
 
 OnProgress = Callable[[Progress], None]
 # SchedulerConfig.worth_waiting: a step takes an H200 4 ms, and two CPU cores 40 ms, in which they compute a
@@ -48,41 +48,24 @@ class Engine:
         """Load the weights, size and allocate the KV cache, warm up. EngineError says what doesn't fit."""
         started = time.monotonic()
         torch.set_num_threads(config.threads)
-        model = load_model(
-            config.source,
-            dtype=config.dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            rope_theta=config.rope_theta,
-            seed=config.seed,
-            progress=lambda done, total: on_progress(Progress("weights", done, total)),
-        )
+        model = load(config, lambda done, total: on_progress(Progress("weights", done, total)))
         if config.device.type == "cpu":
             model.pack()
         weight_bytes = model.weight_bytes
         on_progress(Progress("kv_cache", 0, 1))
 
-        def largest_step() -> None:
+        def try_largest() -> None:
             scratch = KvCache(config.source.config, 2, config.page_size, config.kv_dtype, config.device)
-            tokens = min(config.max_num_batched_tokens, config.max_model_len)
-            dry_run(model, scratch, [(1, tokens)])
+            dry_run(model, scratch, [largest_step(config)])
 
-        activations = activation_bytes(largest_step, config.device)
+        activations = activation_bytes(try_largest, config.device)
         budget = plan_pages(config, weight_bytes, activations)
         kv_cache = KvCache(
             config.source.config, budget.num_pages, config.page_size, config.kv_dtype, config.device
         )
-        runner = Runner(
-            model,
-            kv_cache,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=budget.max_model_len,
-            vocab_limit=config.vocab_limit,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            graphs=config.device.type == "cuda" and not config.enforce_eager,
-        )
+        runner = make_runner(config, model, kv_cache, budget.max_model_len)
         on_progress(Progress("warm_up", 0, 1))
-        dry_run(model, kv_cache, [(1, 1), (2, 1), (1, min(32, config.max_model_len))])
+        dry_run(model, kv_cache, smallest_steps(config))
         runner.warm_up(lambda done, total: on_progress(Progress("graphs", done, total)))
         info = EngineInfo(
             max_model_len=budget.max_model_len,

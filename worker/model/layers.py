@@ -194,7 +194,8 @@ class CausalLM:
         Args:
             token_ids: [T] int64.
             batch: whose tokens they are, at which positions, and where their keys and values go.
-            kv_caches: (k_cache, v_cache) of each layer, [num_pages, num_kv_heads, page_size, head_dim].
+            kv_caches: (k_cache, v_cache) of each layer, [num_pages, num_kv_heads, page_size, head_dim]. Only
+                as many layers are run.
             rows: [R] int64: the tokens whose states are wanted; None: all. The last layer does no more for
                 the others than fill the cache.
 
@@ -204,8 +205,8 @@ class CausalLM:
         residual = embedding(token_ids, self._embedding)
         normed: Tensor | None = None
         cos_sin, layers = self.cos_sin, self._layers
-        last = len(layers) - 1
-        for i, ((attention, mlp), (k_cache, v_cache)) in enumerate(zip(layers, kv_caches, strict=True)):
+        last = len(kv_caches) - 1
+        for i, ((attention, mlp), (k_cache, v_cache)) in enumerate(zip(layers, kv_caches)):
             wanted = rows if i == last else None
             residual, normed = attention(residual, normed, cos_sin, batch, k_cache, v_cache, mlp.norm, wanted)
             residual, normed = mlp(residual, normed, layers[i + 1][0].norm if i < last else self._norm)

@@ -43,6 +43,11 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool: Any = None  # of the graphs' memory; torch's type for it is private
 
+    def compile(self) -> None:
+        """Within `compiling_ahead`: have what all sizes launch compiled."""
+        for size in self.sizes:
+            self._run(size, torch.zeros(size, dtype=torch.int64, device=self._inputs.device))
+
     @torch.inference_mode()
     def capture(self, on_graph: Callable[[], None] = lambda: None) -> None:
         """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
@@ -73,7 +78,7 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._logits[:count]
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, tokens: Tensor | None = None) -> None:
         state = self._state
         inputs = self._inputs[:, :size]
         made = prepare_decode_triton(inputs, state.last_tokens, state.tables, state.page_size, UNREAD)
@@ -87,5 +92,5 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=state.tables.shape[1] * state.page_size,
         )
-        hidden = self._model.forward(made.tokens, batch, self._kv_cache.layers)
+        hidden = self._model.forward(made.tokens if tokens is None else tokens, batch, self._kv_cache.layers)
         self._model.compute_logits(hidden, out=self._logits[:size])

@@ -60,6 +60,11 @@ class MixedGraphs:
         self._hidden = torch.empty(sizes[-1], hidden_size, dtype=dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
+    def compile(self) -> None:
+        """Within `compiling_ahead`: have what all sizes launch compiled."""
+        for size in self.sizes:
+            self._run(size)
+
     @torch.inference_mode()
     def capture(self, pool: Any, on_graph: Callable[[], None]) -> None:
         """Capture all sizes, the largest first, in the memory of `pool`."""

@@ -60,6 +60,13 @@ class Runner:
             self._graphs = DecodeGraphs(model, self._state, kv_cache, graph_sizes(max_num_seqs))
             self._mixed = MixedGraphs(model, self._state, kv_cache, sizes, max_num_seqs)
 
+    def compile(self) -> None:
+        """Within `compiling_ahead`: have what steps launch compiled; whatever model and cache hold."""
+        self._sampler.warm_up(next(self.model.parameters()).dtype)
+        if self._graphs is not None and self._mixed is not None:
+            self._graphs.compile()
+            self._mixed.compile()
+
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile the sampler's kernels, and capture CUDA graphs, where they are used."""
         self._sampler.warm_up(next(self.model.parameters()).dtype)

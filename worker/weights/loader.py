@@ -30,6 +30,7 @@ def load_model(
     rope_theta: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    allocated: Callable[[CausalLM], None] = lambda model: None,
 ) -> CausalLM:
     """Allocate the model on `device` and fill it; memory peaks at the weights and one tensor.
 
@@ -41,6 +42,7 @@ def load_model(
         rope_theta: replaces the checkpoint's base of the rotary embedding.
         seed: of `random:` weights.
         progress: called with bytes of the checkpoint read and their sum.
+        allocated: called with the model before it is filled.
 
     Raises:
         SourceError: a tensor is missing, unexpected, of the wrong shape or type, or a file is corrupt.
@@ -48,6 +50,7 @@ def load_model(
     config = _with_theta(source.config, rope_theta)
     with _one_thread():
         model = CausalLM(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        allocated(model)
         if source.kind == "random":
             _fill_random(model, seed, progress)
         else:

@@ -1,0 +1,44 @@
+"""Kernels compiled before they are launched: on as many threads as there are cores, while weights load."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that also do what is due when a kernel is first launched: compile its launcher, load both."""
+
+    def submit(self, compile):
+        return super().submit(lambda: self._loaded(compile()))
+
+    @staticmethod
+    def _loaded(kernel):
+        kernel.run  # noqa: B018  (made when first asked for)
+        return kernel
+
+
+@contextmanager
+def compiling_ahead(device: int) -> Iterator[None]:
+    """In this block, launching a kernel has another thread compile it for this CUDA device, and nothing is
+    launched. Leaving it waits until all are compiled. What can't be compiled fails when it is launched."""
+    run = JITFunction.run
+
+    def compile_only(self, *args, warmup, **options):
+        return run(self, *args, warmup=True, **options)
+
+    cores = len(os.sched_getaffinity(0))
+    threads = _Compilers(cores, "compile", initializer=torch.cuda.set_device, initargs=(device,))
+    JITFunction.run = compile_only
+    try:
+        with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            yield
+    finally:
+        JITFunction.run = run
