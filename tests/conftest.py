@@ -49,6 +49,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Short folders in each process as well: a socket's path may have 107 bytes."""
+    if hasattr(config, "workerinput"):
+        config.option.basetemp = str(config.option.basetemp).replace("popen-gw", "")
+
+
 def pytest_sessionstart() -> None:
     """Tests start hundreds of processes: with PYTHONDONTWRITEBYTECODE each would compile what it imports."""
     for package in ("contracts", "gateway", "kernels", "worker", "tests"):

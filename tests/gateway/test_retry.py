@@ -221,17 +221,21 @@ async def test_a_refusal_after_a_loss_is_still_a_loss(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open nothing more."""
+def no_descriptors() -> Iterator[Callable[[], None]]:
+    """This process can open nothing more; to be called when something else in it may have been closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
+
+    def take_all() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(null.fileno()))
+
     with open("/dev/null") as null:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
         try:
-            with contextlib.suppress(OSError):
-                while True:
-                    taken.append(os.dup(null.fileno()))
-            yield
+            take_all()
+            yield take_all
         finally:
             for descriptor in taken:
                 os.close(descriptor)
@@ -249,20 +253,24 @@ def test_a_gateway_without_descriptors_blames_no_worker(
 
 
 async def without_descriptors(folder: Path, tcp: bool) -> None:
-    health = {"probe_interval": 0.05, "max_fails": 1}
+    health = {"probe_interval": 0.1, "max_fails": 1}
     async with one_worker(folder, tcp=tcp, health=health) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         backend = next(iter(rig.app.router.table.backends.values()))
         await until(lambda: backend.health.clear)
-        with no_descriptors():
+        probes = rig.workers[0].probes
+        await until(lambda: rig.workers[0].probes > probes)
+        await asyncio.sleep(0.01)  # none is under way that the worker couldn't accept any more
+        with no_descriptors() as take_all:
             for _ in range(5):
+                await asyncio.sleep(0.15)
+                take_all()
                 writer.write(http_post(b'{"model":"m"}'))
                 head = await reader.readuntil(b"\r\n\r\n")
                 body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split()[0]))
                 assert head.startswith(b"HTTP/1.1 503 ")
                 assert b"retry-after: 1\r\n" in head
                 assert b'"gateway_exhausted"' in body
-                await asyncio.sleep(0.1)
             assert backend.health.clear
         writer.write(http_post(b'{"model":"m"}', b"connection: close\r\n"))
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")

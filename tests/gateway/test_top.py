@@ -215,14 +215,14 @@ async def test_top_of_a_fleet_that_runs(tmp_path: Path) -> None:
         assert (worker["weight"], worker["in_flight"], worker["qps"], worker["restarts"]) == (1.0, 0, 0.0, 0)
         assert worker["memory"] > 5 << 20
         assert 0 <= worker["uptime"] < 60
-        lines = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, pagefleet, command))
-        await asyncio.sleep(1)
-    result = await lines  # it ends with the fleet
-    assert result.exit_code == 0
-    assert re.search(
-        r"^\d\d:\d\d:\d\d ok-0\.1 model=ok state=ready weight=100% inflight=0 ", result.output, re.M
-    )
-    assert result.output.endswith("the fleet is down\n")
+        lines = tmp_path / "lines"
+        with lines.open("w") as output:
+            argv = [sys.executable, "-m", "gateway.cli", *command]
+            top = await asyncio.create_subprocess_exec(*argv, stdout=output)
+        ready = re.compile(r"^\d\d:\d\d:\d\d ok-0\.1 model=ok state=ready weight=100% inflight=0 ", re.M)
+        await fleet.until(lambda: ready.search(lines.read_text()))
+    assert await top.wait() == 0  # it ends with the fleet
+    assert lines.read_text().endswith("the fleet is down\n")
 
 
 def test_without_a_fleet(tmp_path: Path) -> None:
