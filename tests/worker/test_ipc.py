@@ -233,6 +233,6 @@ async def test_options_that_no_restart_can_help_are_told_apart(
     client = EngineClient(engine_command(spec))
     await client.start()
     with pytest.raises(EngineDead, match=message):
-        await asyncio.wait_for(client.wait_ready(), 60)
+        await asyncio.wait_for(client.wait_ready(), 200)  # torch alone takes long on a busy machine
     assert client.failure_is_permanent
     await client.shutdown()
