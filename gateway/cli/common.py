@@ -105,7 +105,8 @@ def _with_state_dir(file_flags: tuple[str, ...], command: Callable[P, None]) -> 
 
 def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | None:
     """The supervisor's answer, None when no supervisor is up there."""
-    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)  # certificates take long to load
+    # Certificates, which aren't needed, take long to load.
+    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
     with httpx.Client(transport=transport, base_url="http://supervisor", timeout=10) as client:
         try:
             response = client.request(method, path)

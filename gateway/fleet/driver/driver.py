@@ -174,7 +174,8 @@ class Driver:
     def unit_changed(self, side: Side, status: UnitStatus) -> None:
         """A process of a side has ended. While a side leaves, only the end of all of it says anything."""
         rollout = self.rollout
-        if status.state not in ("backoff", "failed") or rollout.terminal:
+        about_to_start = status.state == "backoff" and status.retry_at is None  # told of before
+        if status.state not in ("backoff", "failed") or about_to_start or rollout.terminal:
             return
         leaving = rollout.leaving == side and rollout.phase != "holding"
         if leaving and any(one.state not in GONE for one in self._hands.statuses(side)):

@@ -1,0 +1,285 @@
+"""What else can happen to swaps: others at the same time, a full disk, Redis away, a clock that is set, what
+was written down by somebody else. Real supervisors (tests/faults/nursery.py), each fault where it hurts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gateway.cli import main as pagefleet
+from gateway.cli import reconfigure
+from gateway.cli.swap_client import SwapRefused, Swaps
+from gateway.fleet.driver import driver as driving
+from gateway.fleet.driver.asked import StartRequest
+from gateway.fleet.driver.records import Records
+from gateway.fleet.rollout import Options, Rollout, Version
+from tests.faults.nursery import Fleet, Nursery
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.swapping import PATIENCE, no_ledger
+
+N = "  - {name: n, source: fake/ok, judge: {min_requests: 5}}\n"
+STAYS: dict[str, Any] = {"hold": 60.0, "probes": False}
+
+
+@pytest.fixture
+def fleet(made: Nursery, tmp_path: Path) -> Iterator[Fleet]:
+    """Of the models m and n."""
+    fleet = Fleet(made, tmp_path, more=N)
+    yield fleet
+    fleet.kill()
+
+
+def refused(ask: Any) -> SwapRefused:
+    with pytest.raises(SwapRefused) as error:
+        ask()
+    return error.value
+
+
+def start_at_once(fleet: Fleet, *models: str) -> list[Rollout | SwapRefused]:
+    """Several people, each with a connection of his own; the ledger answers all of them late."""
+
+    def start(model: str) -> Rollout | SwapRefused:
+        options = Options(steps=(100.0,), **STAYS)
+        try:
+            return Swaps(fleet.state).start(model, StartRequest(source="fake/ok", options=options)).rollout
+        except SwapRefused as error:
+            return error
+
+    fleet.close_gate("ledger")
+    with ThreadPoolExecutor() as pool:
+        answers: list[Future[Rollout | SwapRefused]] = [pool.submit(start, model) for model in models]
+        time.sleep(0.5)  # both have asked
+        fleet.open_gate("ledger")
+        return [answer.result(PATIENCE) for answer in answers]
+
+
+def test_two_swaps_are_not_promised_the_same_memory(fleet: Fleet) -> None:
+    fleet.close_gate("room", "3")  # one more than there are workers
+    answers = start_at_once(fleet, "m", "n")
+    (begun,) = [one for one in answers if isinstance(one, Rollout)]
+    (too_late,) = [one for one in answers if isinstance(one, SwapRefused)]
+    assert (too_late.exit_code, "are 1 too many" in str(too_late)) == (5, True)
+    fleet.swaps.command(begun.model, "abort")
+    assert fleet.over(begun.model).phase == "aborted"
+
+    answers = start_at_once(fleet, "m", "m", "m")  # and two of one model are one
+    (begun,) = [one for one in answers if isinstance(one, Rollout)]
+    others = [one for one in answers if isinstance(one, SwapRefused)]
+    assert [one.exit_code for one in others] == [6, 6]
+    assert fleet.rollout().id == begun.id
+    fleet.until_phase("judging")
+    assert set(fleet.workers()) == {"m-0", "m-alt-0", "n-0"}
+
+
+@pytest.fixture
+def apply(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(reconfigure, "make_ledger", no_ledger)
+
+    def run(fleet: Fleet) -> Result:
+        return CliRunner().invoke(pagefleet, ["config", "apply", str(fleet.path)])
+
+    return run
+
+
+def test_a_swap_and_config_apply_keep_out_of_each_others_way(fleet: Fleet, apply: Any) -> None:
+    file = fleet.path.read_text()
+    fleet.close_gate("frozen")  # gateways don't take the new file yet
+    fleet.path.write_text(file.replace("name: n,", "name: n, replicas: 2,").replace("[nick]", "[nick, also]"))
+    with ThreadPoolExecutor() as pool:
+        applied = pool.submit(apply, fleet)
+        fleet.until(lambda: '"replicas": 2' in fleet.state.config.read_text())
+        for model in ("m", "n"):
+            error = refused(lambda model=model: fleet.start(model=model))
+            assert (error.exit_code, "`config apply` is changing" in str(error)) == (6, True)
+        fleet.open_gate("frozen")
+        result = applied.result(PATIENCE)
+    assert result.exit_code == 0, result.output
+    assert fleet.workers() == {"m-0": "ready", "n-0": "ready", "n-1": "ready"}
+
+    fleet.start("fake/new__ok", **STAYS)
+    fleet.until_phase("judging")
+    os.kill(fleet.process("m-alt-0"), signal.SIGSTOP)  # so that it isn't missed yet when it is killed
+    fleet.path.write_text(fleet.path.read_text().replace("replicas: 2,", "replicas: 1,"))
+    result = apply(fleet)  # n alone changes
+    assert (result.exit_code, "m" in result.output.split()) == (0, False), result.output
+    os.kill(fleet.process("m-alt-0"), signal.SIGKILL)
+    assert fleet.over().phase == "rolled_back"
+    assert fleet.workers() == {"m-0": "ready", "n-0": "ready"}
+
+
+def test_what_a_younger_fleet_file_says_is_not_undone(fleet: Fleet) -> None:
+    fleet.start("fake/new__ok", **STAYS)
+    fleet.until_phase("judging")
+    fleet.swaps.command("m", "promote?full=1")
+    assert fleet.over().phase == "completed"
+    fleet.down()
+    fleet.path.write_text(fleet.path.read_text().replace("source: fake/ok", "source: fake/newest__ok", 1))
+    fleet.up()
+    error = refused(lambda: fleet.swaps.undo("m"))
+    assert (error.exit_code, "m no longer runs what rollout" in str(error)) == (6, True)
+    assert "m-0" in fleet.workers()
+
+
+def test_undo_twice_is_where_one_began(fleet: Fleet) -> None:
+    fleet.start("fake/new__ok", **STAYS)
+    fleet.until_phase("judging")
+    fleet.swaps.command("m", "promote?full=1")
+    fleet.over()
+    for source in ("fake/ok", "fake/new__ok"):
+        undone = fleet.swaps.undo("m").rollout
+        assert undone.new.source == source
+        assert fleet.over().phase == "completed"
+    status = fleet.status()
+    assert status is not None
+    assert status.versions["m"].source == "fake/new__ok"
+
+
+def test_a_rollout_of_a_model_that_was_away_for_a_while_comes_to_its_end(fleet: Fleet, apply: Any) -> None:
+    fleet.start(**STAYS)
+    fleet.until_phase("judging")
+    fleet.kill()
+    file = fleet.path.read_text()
+    fleet.path.write_text("\n".join(line for line in file.splitlines() if "name: m," not in line) + "\n")
+    fleet.up()
+    assert set(fleet.workers()) == {"n-0"}
+    fleet.path.write_text(file)
+    result = apply(fleet)
+    assert result.exit_code == 0, result.output
+    assert fleet.over().phase == "rolled_back"
+    assert fleet.workers() == {"m-0": "ready", "n-0": "ready"}
+
+
+@pytest.mark.parametrize("name", ["versions.json", "rollouts/m.json"])
+def test_what_was_written_down_and_can_not_be_run_keeps_nobody_from_coming_up(
+    fleet: Fleet, name: str
+) -> None:
+    fleet.start(**STAYS) if "rollouts" in name else complete(fleet)
+    fleet.kill()
+    path = fleet.state.root / name
+    path.write_text(re.sub('"worker": ?{}', '"worker": {"nope": 1}', path.read_text(), count=1))
+    assert "nope" in path.read_text()
+    fleet.up()
+    fleet.until(lambda: fleet.workers() == {"m-0": "ready", "n-0": "ready"})
+    assert "a version of m from an earlier rollout can't be used" in fleet.said
+    complete(fleet)
+
+
+def complete(fleet: Fleet) -> None:
+    fleet.start("fake/new__ok", **STAYS)
+    fleet.until_phase("judging")
+    fleet.swaps.command("m", "promote?full=1")
+    assert fleet.over().phase == "completed"
+
+
+def fill_disk(fleet: Fleet, full: bool) -> None:
+    """No file of the supervisor, and of what it starts, may grow: as good as a full disk."""
+    hard = resource.prlimit(fleet.pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(fleet.pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+
+def test_on_a_full_disk_nothing_begins_and_what_goes_on_waits_for_room(fleet: Fleet) -> None:
+    fill_disk(fleet, True)
+    error = refused(lambda: fleet.start(**STAYS))
+    assert (error.exit_code, "the rollout's state can't be written" in str(error)) == (1, True)
+    assert "has no rollout" in str(refused(fleet.rollout))
+    fill_disk(fleet, False)
+
+    fleet.close_gate("warm")
+    fleet.start(**STAYS)
+    fleet.until_phase("warming")
+    fill_disk(fleet, True)
+    fleet.open_gate("warm")
+    fleet.until_phase("proving")
+    time.sleep(0.5)  # its golden prompts would be done by now
+    assert fleet.rollout().phase == "proving", "what isn't on disk isn't done"
+    fleet.swaps.command("m", "abort")
+    time.sleep(0.3)
+    assert fleet.workers()["m-alt-0"] == "ready"
+    fill_disk(fleet, False)
+    assert fleet.over().phase == "aborted"
+    fleet.until(lambda: fleet.workers() == {"m-0": "ready", "n-0": "ready"})
+
+    fleet.close_gate("end")
+    fleet.start(**STAYS)
+    fleet.until_phase("judging")
+    fleet.swaps.command("m", "promote?full=1")
+    fleet.until_phase("stopping")
+    fill_disk(fleet, True)
+    fleet.open_gate("end")
+    fleet.until(lambda: "m-0" not in fleet.workers())
+    time.sleep(0.3)
+    fleet.kill()
+    fleet.up()
+    assert fleet.over().phase == "completed"
+    assert [record.outcome for record in fleet.swaps.history("m")] == ["aborted", "completed"]
+
+
+@pytest.mark.redis
+def test_while_redis_is_away_nothing_advances_also_over_a_restart(made: Nursery, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis").start()
+    fleet = Fleet(made, tmp_path, more=N, gateway=f"redis_url: '{server.url}'")
+    try:
+        fleet.start(**STAYS)
+        fleet.until_phase("judging")
+        server.kill()
+        fleet.until(lambda: fleet.rollout().suspended)
+        assert refused(lambda: fleet.swaps.command("m", "promote?full=1")).exit_code == 7
+        error = refused(lambda: fleet.start(model="n", strategy="recreate"))
+        assert (error.exit_code, "users would wait" in str(error)) == (7, True)
+        fleet.close_gate("golden")
+        fleet.start(model="n", **STAYS)  # it may prepare
+        fleet.until(lambda: fleet.rollout("n").phase == "proving" and fleet.rollout("n").suspended)
+        fleet.open_gate("golden")
+        fleet.until(lambda: fleet.rollout("n").phase == "proven")
+        fleet.kill()
+        fleet.up()
+        fleet.over("n")
+        fleet.over("m")
+        fleet.close_gate("ready")
+        fleet.start(**STAYS)
+        fleet.until(lambda: fleet.rollout().suspended)
+        fleet.kill()
+        server.start()  # while nobody looks
+        fleet.up()
+        fleet.open_gate("ready")
+        fleet.until_phase("judging")
+        assert not fleet.rollout().suspended
+    finally:
+        server.kill()
+        fleet.kill()
+
+
+class _Idle:
+    """Hands that do nothing."""
+
+    async def carry_out(self, rollout: Rollout, actions: object) -> None: ...
+
+
+async def test_no_stream_is_cut_because_the_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "TICK", 0.02)
+    now = time.time()
+    rollout = Rollout(
+        id="r", model="m", old=Version(source="old"), new=Version(source="new"), options=Options(),
+        started=now, phase="clearing", leaving="primary", due=now + 900, primary_bp=0, standby_bp=10_000,
+    )  # fmt: skip
+    driver = driving.Driver(
+        rollout, lambda made: _Idle(), Records(tmp_path), lambda ended: None, lambda: frozenset()  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    running = asyncio.create_task(driver.run())
+    await asyncio.sleep(0.2)
+    running.cancel()
+    assert driver.rollout.phase == "clearing"
