@@ -298,14 +298,14 @@ class FleetFile(BaseSettings):
         return lines
 
 
-def load_fleet(path: str | Path, *, check_sources: bool = True) -> FleetFile:
+def load_fleet(path: str | Path, *, check_sources: bool = True, data: bytes | None = None) -> FleetFile:
     """Reads and checks a fleet file; PAGEFLEET_GATEWAY__PORT=9000 and the like override it.
 
     Raises ConfigError with every problem found, each with file and line. Gateways need no models on
-    their disk and go without `check_sources`.
+    their disk and go without `check_sources`. `data`: what the file holds, where it has been read.
     """
     path = Path(path)
-    source = parse_yaml(_read(path), str(path))
+    source = parse_yaml(_text(path, data), str(path))
     if source.data is None:
         raise ConfigError(source.problems)
     if not isinstance(source.data, dict):
@@ -348,9 +348,9 @@ def _uncountable(fleet: FleetFile) -> Iterator[tuple[KeyPath, str]]:
         )
 
 
-def _read(path: Path) -> str:
+def _text(path: Path, data: bytes | None) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return (path.read_bytes() if data is None else data).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([Problem(str(path), None, "", f"can't be read: {error.strerror}")]) from None
     except UnicodeDecodeError as error:

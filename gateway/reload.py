@@ -64,4 +64,4 @@ class Reload:
 
 def _load(path: Path) -> tuple[FleetFile, int]:
     data = path.read_bytes()
-    return load_fleet(path, check_sources=False), digest(data)
+    return load_fleet(path, check_sources=False, data=data), digest(data)

@@ -25,6 +25,9 @@ from gateway.admission import open_limits
 from gateway.app import Gateway
 from gateway.cli import main as pagefleet
 from gateway.config import FleetFile, GatewaySettings, load_fleet
+from gateway.fleet.admin import admin_app
+from gateway.fleet.applying_routes import applying_routes
+from gateway.fleet.driver.routes import rollout_routes
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.identity.authenticator import open_authenticator
 from gateway.routes.openai import MODELS
@@ -183,6 +186,18 @@ def test_endpoints(state: ServerState, gateway: Gateway) -> None:
     documented = {row[0].strip("`"): row[1].split(", ") for row in rows}
     for process, endpoints in (("worker", worker_endpoints(state)), ("gateway", gateway_endpoints(gateway))):
         assert_same((p for p, on in documented.items() if process in on), endpoints, f"{process} endpoints")
+
+
+def test_the_supervisors_socket() -> None:
+    nothing: Any = None
+    routes = [*rollout_routes(nothing), *applying_routes(nothing)]
+    code = {
+        f"{method} {route.path.replace(':path', '')}"
+        for route in admin_app(nothing, nothing, routes).routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert_same(first_cells(API, "supervisor's path"), code, "paths of the supervisor's socket")
 
 
 FIELD_TABLES: dict[str, type[msgspec.Struct]] = {

@@ -14,10 +14,12 @@ from gateway.cli import reconfigure
 from gateway.cli.common import DurationParam, count_of, print_json, read_fleet, require_fleet
 from gateway.cli.reconfigure import apply_fleet, ask_plan, show_plan, wanted_fleet
 from gateway.cli.swap import StepsParam
+from gateway.cli.swap_display import describe_version
 from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.rollout import Options
 from gateway.fleet.statedir import StateDir
+from gateway.fleet.versions import Versions
 
 _state_dir = click.option(
     "--state-dir",
@@ -50,7 +52,10 @@ def check(file: str, as_json: bool) -> None:
 @click.argument("file")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
 def show(file: str, as_json: bool) -> None:
-    """Print a fleet file as it is used: with defaults, the environment, absolute paths, and no password."""
+    """Print a fleet file as it is used: with defaults, the environment, absolute paths, and no password.
+
+    On stderr, models that run another version since a rollout: see `pagefleet swap history`.
+    """
     fleet = read_fleet(file)
     data = json.loads(json.dumps(fleet.model_dump(), default=str))
     if fleet.gateway.redis_url is not None:
@@ -61,6 +66,12 @@ def show(file: str, as_json: bool) -> None:
         print_json(data)
     else:
         click.echo(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), nl=False)
+    versions = Versions(StateDir(fleet.supervisor.state_dir).versions)
+    for entry in fleet.models:
+        running = versions.of(entry)
+        if running is not None and running.version != running.file:
+            runs = describe_version(running.version, running.file)
+            click.echo(f"{entry.name}: runs {runs} since rollout {running.rollout_id}, not this", err=True)
 
 
 @config.command()

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gateway.cli.change_display import summary
 from gateway.cli.display import STYLES
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.figures import Look, Row
@@ -46,7 +47,7 @@ def page(
         table.add_row(*_model_cells(str(model), mine, look, table))
         for row in mine:
             table.add_row(*_cells(row, table))
-    return Group(Text(head), table, *rollouts, *_notes(status.units))
+    return Group(Text(head), table, *rollouts, *map(Text, summary(status.change)), *_notes(status.units))
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from gateway.cli.change_display import News
 from gateway.cli.common import call_supervisor, count_of, fail, print_json
 from gateway.config import FleetFile
 from gateway.fleet.admin import FleetStatus
@@ -22,7 +23,7 @@ from gateway.fleet.reconcile import Change, Effect, ModelPlan, Plan
 from gateway.fleet.rollout import Options
 from gateway.fleet.rollout.model import EXIT_ROLLED_BACK
 from gateway.fleet.statedir import StateDir
-from gateway.fleet.steps import Applying, Step
+from gateway.fleet.steps import Applying
 
 EXIT_DOES_NOT_FIT = 5
 EXIT_DETACHED = 130
@@ -137,22 +138,14 @@ def _request(fleet: FleetFile, options: Options = _DEFAULTS, removed_first: bool
 
 def _follow(state: StateDir, applying: Applying, silent: bool) -> Applying:
     """Until it is over; a line for each step that begins or ends, or gets on."""
-    said: dict[str, Step] = {}
+    news = News()
     while True:
-        for step in applying.steps:
-            if step != said.get(step.name) and step.state != "waiting":
-                said[step.name] = step
-                if not silent:
-                    click.echo(_step_line(step))
+        for line in () if silent else news.lines(applying):
+            click.echo(line)
         if applying.state != "running":
             return applying
         time.sleep(_POLL)
         applying = call_supervisor(state, "GET", "/config/apply", Applying)
-
-
-def _step_line(step: Step) -> str:
-    state = "" if step.state == "running" else f": {step.state}"
-    return f"{time.strftime('%H:%M:%S')} {step.name}{state}" + (f": {step.detail}" if step.detail else "")
 
 
 def show_plan(plan: Plan) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from contracts.units import format_duration
+from gateway.cli.change_display import News, summary
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
 from gateway.cli.display import STYLES, describe, make_console
 from gateway.cli.swap_display import describe_version, log_line
@@ -58,7 +59,8 @@ def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
         watch_live(state, current, 1.0, screen=False)
         return
     said: dict[str, tuple[str, str, int | None]] = {}
-    since = time.time()  # of a rollout's transitions, those before are history
+    changes = News()
+    began = since = time.time()  # of transitions, those before are history
     while current is not None:
         for unit in current.units:
             now = (unit.state, unit.phase, unit.pid)
@@ -69,6 +71,10 @@ def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
         for entry, rollout in sorted(news, key=lambda pair: pair[0].at):
             click.echo(log_line(rollout, entry))
             since = entry.at
+        change = current.change
+        if change is not None and (change.ended is None or change.ended > began):
+            for line in changes.lines(change):
+                click.echo(line)
         time.sleep(1)
         current = ask_supervisor(state, "GET", "/status")
     click.echo("the fleet is down")
@@ -96,7 +102,7 @@ def _page(status: FleetStatus) -> RenderableType:
             notes.append(Text(f"{unit.slot}: {unit.error}; log: {unit.log}"))
         elif unit.last_exit:
             notes.append(Text(f"{unit.slot}: before its last restart: {unit.last_exit}; log: {unit.log}"))
-    notes += map(Text, _about_versions(status))
+    notes += map(Text, (*summary(status.change), *_about_versions(status)))
     return Group(Text(head + ("  stopping" if status.stopping else "")), table, *notes)
 
 

@@ -18,12 +18,14 @@ from starlette.routing import Route
 
 from gateway.fleet.rollout import Rollout, Version
 from gateway.fleet.statedir import StateDir
+from gateway.fleet.steps import Applying
 from gateway.fleet.unit import UnitStatus
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `GET /status` answers; `started` is a Unix time. `rollouts`: each model's that is under way, or
-    its last one; `versions`: what models run that don't run what the fleet file says."""
+    its last one; `versions`: what models run that don't run what the fleet file says; `change`: of the fleet
+    file, the one under way, or the last one."""
 
     supervisor: int
     state_dir: str
@@ -34,6 +36,7 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     units: tuple[UnitStatus, ...]
     rollouts: tuple[Rollout, ...] = ()
     versions: dict[str, Version] = {}
+    change: Applying | None = None
 
 
 def admin_app(

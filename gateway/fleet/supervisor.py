@@ -259,6 +259,7 @@ class Supervisor:
             units=self.statuses,
             rollouts=tuple(self.rollouts.all()),
             versions=self.rollouts.models.changed_versions(),
+            change=self._applier.latest,
         )
 
     async def _settle(self, units: Units) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from gateway import reload
 from gateway.board import CONFIG
+from gateway.config import FleetFile, load_fleet
 from gateway.reload import digest
 from tests.gateway.rig import Rig, error_of, target, until
 
@@ -23,6 +28,20 @@ def replace(path: Path, text: str) -> int:
     temporary.write_text(text)
     temporary.replace(path)
     return digest(text.encode())
+
+
+def test_the_digest_is_that_of_what_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the file is replaced while it is read."""
+    path = tmp_path / "fleet.yaml"
+    first = replace(path, ONE)
+
+    def late(path: Path, **options: Any) -> FleetFile:
+        replace(path, OTHER)
+        return load_fleet(path, **options)
+
+    monkeypatch.setattr(reload, "load_fleet", late)
+    fleet, number = reload._load(path)
+    assert (number, [entry.name for entry in fleet.models]) == (first, ["m"])
 
 
 async def test_it_follows_its_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from gateway.fleet.systemctl import CALL_SECONDS, Manager, Properties, SystemdEr
 
 SOCKET_UNIT = "pagefleet-gateway.socket"
 LISTENER_FD = 3  # the first that systemd passes on: the socket unit's
-POLL_SECONDS = 0.05
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds; each look is a process of its own
 BEGIN_SECONDS = 30.0  # from the start's order to a process
 GONE_SECONDS = 30.0  # for systemd to answer, once the process has ended
 
@@ -150,6 +150,7 @@ class UnitProcess:
         """The process id, also of one that has ended already."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BEGIN_SECONDS
+        pauses = _pauses()
         while True:
             (state,) = await self._manager.show(self.unit, *_STATE)
             pid = int(state["MainPID"]) or int(state["ExecMainPID"])
@@ -163,7 +164,7 @@ class UnitProcess:
             ):
                 await self._clear(state)
                 raise SystemdError(f"systemd has not started {self.unit}: {_why(state)}")
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
 
     async def _no_job(self) -> bool:
         """Whether nothing is going to start it any more."""
@@ -191,6 +192,7 @@ class UnitProcess:
         systemd at once, which reads as 0."""
         loop = asyncio.get_running_loop()
         answered_at = loop.time()
+        pauses = _pauses()
         while True:
             try:
                 (state,) = await self._manager.show(self.unit, *_STATE)
@@ -201,7 +203,7 @@ class UnitProcess:
             except SystemdError:
                 if loop.time() - answered_at > GONE_SECONDS:
                     raise
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
         if is_another or int(state["ExecMainPID"]) not in (0, self.pid):
             return 0
         self.reason = _REASONS.get(state["Result"])
@@ -269,6 +271,7 @@ class SystemdBackend:
 
     async def _make_room(self, unit: str) -> None:
         """Somebody else may have started the unit, which then runs what the slot had before."""
+        pauses = _pauses()
         while True:
             (state,) = await self._manager.show(unit, *_STATE)
             if state["ActiveState"] == "inactive":
@@ -278,12 +281,20 @@ class SystemdBackend:
             else:
                 with contextlib.suppress(SystemdError):
                     await self._manager.call("kill", "--signal=SIGKILL", unit)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
 
     def _keep(self, process: UnitProcess) -> UnitProcess:
         self._processes = [one for one in self._processes if not one.exited.done()]
         self._processes.append(process)
         return process
+
+
+def _pauses() -> Iterator[float]:
+    """Between looks: most things are there at once, the others take a while. For ever."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(1.5 * pause, LONGEST_PAUSE)
 
 
 def _why(state: Properties) -> str:
