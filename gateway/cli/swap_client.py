@@ -27,6 +27,10 @@ class SwapRefused(Exception):
         self.exit_code = exit_code
 
 
+class Unreachable(SwapRefused):
+    """No supervisor is there, or no longer."""
+
+
 class _Refusal(msgspec.Struct):
     error: Failure
 
@@ -40,6 +44,11 @@ class Swaps:
         self._client = httpx.Client(
             transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN, trust_env=False
         )
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether rollouts go on when the supervisor dies, and systemd starts it again."""
+        return self._state.systemd.exists()
 
     def plan(self, model: str, asked: StartRequest) -> Plan:
         return self._ask("POST", f"{_path(model)}?dry_run=1", Plan, asked)
@@ -71,7 +80,7 @@ class Swaps:
         try:
             response = self._client.request(method, path, content=content)
         except (httpx.HTTPError, OSError):
-            raise SwapRefused(
+            raise Unreachable(
                 f"no fleet is up in {self._state.root}; `pagefleet up FILE` starts one, "
                 "--state-dir names another"
             ) from None

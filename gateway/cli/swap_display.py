@@ -14,7 +14,7 @@ from rich.text import Text
 from contracts.units import format_duration
 from gateway.cli.common import print_json
 from gateway.cli.display import make_console
-from gateway.cli.swap_client import Swaps
+from gateway.cli.swap_client import Swaps, Unreachable
 from gateway.fleet.driver.asked import changes_between
 from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.judge import Measure
@@ -23,6 +23,7 @@ from gateway.fleet.rollout import Rollout, Version
 from gateway.fleet.rollout.model import Entry
 
 POLL = 10.0  # seconds that one question to the supervisor waits for news
+BACK_WITHIN = 60.0  # seconds that a supervisor may be away, where it is started again
 _STYLES: dict[Finding, str] = {"pass": "green", "hold": "yellow", "fail": "bold red"}
 _ENDS = {"completed": "green", "rolled_back": "bold red", "aborted": "yellow", "failed": "bold red"}
 _LAST_LINES = 4
@@ -50,7 +51,7 @@ class Watch:
             left = POLL if deadline is None else min(POLL, deadline - time.monotonic())
             if left <= 0:
                 return None
-            news = swaps.next(model, found.rollout.revision, 1.0 if self._live else left)
+            news = _next(swaps, found.rollout, 1.0 if self._live else left)
             if news.rollout.id != rollout_id:  # it is over, and somebody has begun another one
                 records = [one for one in swaps.history(model) if one.id == rollout_id]
                 return records[0].exit_code if records else None
@@ -72,6 +73,18 @@ class Watch:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def _next(swaps: Swaps, known: Rollout, wait: float) -> RolloutStatus:
+    """Also from a supervisor that was killed meanwhile and comes back."""
+    deadline = time.monotonic() + BACK_WITHIN
+    while True:
+        try:
+            return swaps.next(known.model, known.revision, wait)
+        except Unreachable:
+            if not swaps.comes_back or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def log_line(rollout: Rollout, entry: Entry) -> str:

@@ -225,6 +225,44 @@ def test_on_a_full_disk_nothing_begins_and_what_goes_on_waits_for_room(fleet: Fl
     assert [record.outcome for record in fleet.swaps.history("m")] == ["aborted", "completed"]
 
 
+def test_who_watches_sees_the_end_also_when_the_supervisor_is_killed_in_between(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where processes outlive it (systemd); else nothing is left to be watched."""
+    monkeypatch.setattr(Swaps, "comes_back", True)
+    fleet.close_gate("ready")
+    fleet.start(**STAYS)
+    words = ["swap", "watch", "m", "--state-dir", str(fleet.state.root)]
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(CliRunner().invoke, pagefleet, words)
+        time.sleep(0.3)
+        fleet.kill()
+        fleet.open_gates()
+        fleet.up()
+        fleet.until_phase("judging")
+        fleet.swaps.command("m", "abort")
+        result = watching.result(PATIENCE)
+    assert (result.exit_code, "aborted: the standby is gone" in result.output) == (4, True), result.output
+
+
+def test_a_fleet_that_goes_down_in_the_middle_takes_it_up_again(fleet: Fleet) -> None:
+    """As after a crash: without a standby it goes back; users who wait get what they wait for."""
+    fleet.start(**STAYS)
+    fleet.until_phase("judging")
+    fleet.down()
+    fleet.up()
+    assert fleet.over().phase == "rolled_back"
+
+    fleet.close_gate("ready")
+    fleet.start(strategy="recreate", **STAYS)
+    fleet.until_phase("starting")
+    fleet.down()
+    fleet.open_gates()
+    fleet.up()
+    fleet.until_phase("judging")
+    assert [(one.slot, one.weight_bp) for one in fleet.routes().targets] == [("m-alt-0", 10_000)]
+
+
 @pytest.mark.redis
 def test_while_redis_is_away_nothing_advances_also_over_a_restart(made: Nursery, tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis").start()
