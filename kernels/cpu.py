@@ -42,5 +42,5 @@ def compiled() -> Kernels | None:
         logger.warning("no kernels compiled for this CPU, torch's operations instead: %s", error)
         return None
     logger.info("kernels compiled for this CPU, %d columns a panel", width)
-    names = ("product", "rms_norm", "rope_and_cache")
-    return Kernels(width, *(code.function(name) for name in names), decode)
+    product, rms_norm, rope_and_cache = map(code.function, ("product", "rms_norm", "rope_and_cache"))
+    return Kernels(width, product, rms_norm, rope_and_cache, decode)

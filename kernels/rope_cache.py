@@ -207,11 +207,6 @@ def _fits_kernel(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, k_cache: Tens
     )
 
 
-def _page_strides(cache: Tensor) -> tuple[int, int, int, int]:
-    """(page, head, slot) strides of a cache, and the slots of a page."""
-    return (*cache.stride()[:3], cache.shape[2])
-
-
 def _rope_and_cache_cpu(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
@@ -221,7 +216,8 @@ def _rope_and_cache_cpu(
         kernels.rope_and_cache(
             q.data_ptr(), k.data_ptr(), *q.stride()[:2], v.data_ptr(), *v.stride()[:2], cos_sin.data_ptr(),
             batch.positions.data_ptr(), batch.slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-            *_page_strides(k_cache), len(q), q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], threads,
+            *k_cache.stride()[:3], k_cache.shape[2], *q.shape[:2], k.shape[1], q.shape[2], cos_sin.shape[1],
+            threads,
         )  # fmt: skip
         return q
     angles = _angles(cos_sin, batch)
