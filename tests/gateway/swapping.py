@@ -111,7 +111,7 @@ class Swapping:
 
     async def ready(self) -> None:
         """The model, and a gateway that knows it."""
-        async with httpx.AsyncClient(base_url=self.supervisor.url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=self.supervisor.url, trust_env=False, verify=False) as client:
             async with asyncio.timeout(PATIENCE):
                 while True:
                     with contextlib.suppress(httpx.HTTPError):
@@ -185,7 +185,9 @@ class Users:
 async def users(url: str, count: int = 6) -> AsyncIterator[Users]:
     """Users who go on until the end of the block."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=count)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=PATIENCE, limits=limits, trust_env=False, verify=False
+    ) as client:
         load = Users(url)
         tasks = [asyncio.create_task(load._user(client, f"user-{number}")) for number in range(count)]
         try:
