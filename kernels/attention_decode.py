@@ -104,8 +104,8 @@ def _split(seq_len, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_kernel(
     p_q, p_new_k, p_new_v, p_cos_sin, p_k, p_v, p_out, p_part, p_lse, p_arrived, p_items, p_block_tables,
-    p_seq_lens, scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh, stride_cs,
-    stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits,
+    p_seq_lens, p_positions, scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh,
+    stride_cs, stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROPE: tl.constexpr, PARTIAL: tl.constexpr, PLANNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -162,7 +162,7 @@ def _decode_kernel(
     if ROPE:
         mine = (lo < hi) & (hi == seq_len)
         m_mine = o_d < tl.where(mine, HEAD_DIM, 0)
-        p_angle = p_cos_sin + last.to(tl.int64) * stride_cs + tl.where(o_d < HALF, o_d, o_d - HALF)
+        p_angle = p_cos_sin + tl.load(p_positions + i_b) * stride_cs + tl.where(o_d < HALF, o_d, o_d - HALF)
         b_cos = tl.load(p_angle, mask=o_d < 2 * HALF, other=1.0)
         b_sin = tl.load(p_angle + HALF, mask=o_d < 2 * HALF, other=0.0)
         b_sin = tl.where(o_d < HALF, -b_sin, b_sin)
@@ -384,7 +384,7 @@ def decode_attention_triton(
     _decode_kernel[grid](
         q, new_k, new_v, cos_sin, k_cache, v_cache, out, parts, lse,
         _arrivals(device, triton.next_power_of_2(num_seqs * kv_heads)), items, batch.block_tables,
-        batch.seq_lens, scale * LOG2_E,
+        batch.seq_lens, batch.positions, scale * LOG2_E,
         *q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], cos_sin.stride(0),
         *k_cache.stride()[:3], *out.stride()[:2], batch.block_tables.stride(0), splits,
         GROUP=q_heads // kv_heads, HEAD_DIM=dim, HALF=cos_sin.shape[1] // 2, PAGE_SIZE=page_size,

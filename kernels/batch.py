@@ -28,8 +28,8 @@ class AttentionBatch:
     chunk behind. block_tables and seq_lens must be complete before the step's first kernel starts: kernels
     that start early (pdl.py) read them at once.
 
-    block_tables [B, M] int32, seq_lens [B] int32, query_starts [B + 1] int32, slots [T] int64, positions [T]
-    int64.
+    block_tables [B, M] int32, seq_lens [B] int32, query_starts [B + 1] int32, slots [T] int64. positions [T]
+    int64 are rows of the rotary table: a token's position, behind the row where its sequence's table begins.
     """
 
     positions: Tensor

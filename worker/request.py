@@ -27,6 +27,7 @@ class Request:
         "cached_tokens",
         "computed",
         "finish_reason",
+        "first_row",
         "first_scheduled",
         "hashes",
         "id",
@@ -67,6 +68,7 @@ class Request:
         self.hashes: list[bytes] = []  # of its leading full pages, as far as they were needed
         self.cache_salt = message.cache_salt
         self.row = -1  # row of the device's batch state, while running
+        self.first_row = 0  # of the rotary table, where position 0 lies
         self.in_flight = 0  # steps launched and not collected that hold this request
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0

@@ -27,6 +27,7 @@ MODULES = (
     "gemm_skinny",
     "norm",
     "prepare",
+    "qk_norm",
     "rope_cache",
     "sampling",
     "swiglu",

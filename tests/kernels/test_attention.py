@@ -205,12 +205,14 @@ def test_splits_fill_the_device_once() -> None:
 @pytest.mark.parametrize("rot_dim", [64, 16])
 @pytest.mark.parametrize("lengths", [[33, 1, 0, 40], [70, 0, 3, 65, 1, 130, 64, 32, 9]], ids=["few", "many"])
 def test_rope_and_cache_on_the_way(interpreted: SimpleNamespace, lengths: list[int], rot_dim: int) -> None:
-    """The same as one after the other; nothing is written for padding: of length 0, or on the null page."""
+    """The same as one after the other, wherever a sequence's part of the rotary table begins; nothing is
+    written for padding: of length 0, or on the null page."""
     count = len(lengths)
     case = paged_case(lengths, [1] * count, q_heads=6, kv_heads=2, head_dim=64, page_size=16)
     case.batch.block_tables[1], case.batch.slots[1] = 0, 0
+    case.batch.positions[3:] += 128
     q, k, v = fused_qkv(count, 6, 2, 64, torch.float32)
-    table = cos_sin(256, rot_dim)
+    table = cos_sin(300, rot_dim)
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     rotated = rope_and_cache_reference(q.clone(), k, v, table, case.batch, k_cache, v_cache)
     expected = paged_attention_reference(rotated, k_cache, v_cache, case.batch, SCALE)

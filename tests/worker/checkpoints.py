@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.worker.gguf_files import write_gguf
 from worker.model.hf_config import config_from_hf
-from worker.model.registry import LAYOUTS
+from worker.model.registry import ARCHITECTURES
 from worker.model.shapes import parameter_shapes, part_rows
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM"}
@@ -42,7 +42,7 @@ def hf_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     shapes = parameter_shapes(model)
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for pattern, slot in LAYOUTS[model.architecture].hf.items():
+    for pattern, slot in ARCHITECTURES[model.architecture].hf.items():
         for layer in range(model.num_layers if "{i}" in pattern else 1):
             shape = shapes.get(slot.parameter.replace("{i}", str(layer)))
             if shape is not None:

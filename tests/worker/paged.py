@@ -27,12 +27,13 @@ def one_thread() -> Iterator[None]:
 
 
 class PagedRun:
-    """Sequences by name, each with the tokens it was fed so far."""
+    """Sequences by name, each with the tokens it was fed so far; all by one part of the rotary table."""
 
-    def __init__(self, model: CausalLM, num_pages: int = 64) -> None:
+    def __init__(self, model: CausalLM, num_pages: int = 64, first_row: int = 0) -> None:
         config = model.config
         shape = (num_pages, config.num_kv_heads, PAGE, config.head_dim)
         self.model = model
+        self.first_row = first_row
         self.caches = [
             (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(config.num_layers)
         ]
@@ -67,7 +68,7 @@ class PagedRun:
         width = max(len(self.pages[name]) for name in names)
         lengths = [self.length[name] for name in names]
         return AttentionBatch(
-            positions=torch.tensor(positions),
+            positions=torch.tensor(positions) + self.first_row,
             slots=torch.tensor(slots),
             block_tables=torch.tensor(
                 [self.pages[name] + [0] * (width - len(self.pages[name])) for name in names],

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from worker.model.config import (
+    DivisorScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     ModelConfig,
     UnsupportedModel,
+    YarnScaling,
     kv_page_bytes,
 )
 from worker.model.gguf_config import config_from_gguf
@@ -100,6 +103,65 @@ PHI3_128K = {  # microsoft/Phi-3-mini-128k-instruct, factors shortened to a form
     "torch_dtype": "bfloat16",
     "vocab_size": 32064,
 }
+QWEN3 = {  # Qwen/Qwen3-4B
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MISTRAL = {  # mistralai/Mistral-7B-v0.1
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+PHI4_MINI = {  # microsoft/Phi-4-mini-instruct, factors shortened to a formula
+    **PHI3_128K,
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+SCALING = {**LLAMA31["rope_scaling"]}  # type: ignore[dict-item]
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -143,6 +205,86 @@ def test_phi3_128k() -> None:
     assert "lm_head.weight" in parameter_shapes(config)
 
 
+def test_phi4_mini() -> None:
+    config = config_from_hf(PHI4_MINI)
+    assert (config.head_dim, config.rope.rot_dim, config.num_kv_heads) == (128, 96, 8)
+    assert config.context_length == 131072
+    assert weight_bytes(config, 2) == 7_672_043_520  # 3,836,021,760 parameters
+
+
+def test_qwen3() -> None:
+    config = config_from_hf(QWEN3)
+    assert config.qk_norm
+    assert not config.attention_bias
+    assert parameter_shapes(config)["layers.35.k_norm.weight"] == (128,)
+    assert weight_bytes(config, 2) == 8_044_936_192
+    without = {key: value for key, value in QWEN3.items() if key != "head_dim"}
+    assert config_from_hf(without).head_dim == 128
+
+
+def test_mistral() -> None:
+    config = config_from_hf(MISTRAL)
+    assert config.architecture == "mistral"
+    assert config.window(31) == config.sliding_window == 4096
+    without = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert config_from_hf(without).sliding_window == 4096
+    assert config_from_hf({**MISTRAL, "sliding_window": None}).sliding_window is None
+
+
+def test_windows_that_differ_by_layer() -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 4096}
+    config = config_from_hf({**QWEN25, **sliding, "max_window_layers": 21})
+    assert [config.window(i) for i in range(28)] == [0] * 21 + [4096] * 7
+    kinds = ["full_attention", "sliding_attention"] * 14
+    config = config_from_hf({**QWEN25, **sliding, "layer_types": kinds})
+    assert [config.window(i) for i in range(28)] == [0, 4096] * 14
+    assert config_from_hf({**QWEN25, **sliding}).sliding_window is None  # 28 layers, the first 28 without
+    assert config_from_hf({**QWEN25, "layer_types": ["full_attention"] * 28}).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("base", "rope", "length"),
+    [
+        (QWEN25, None, 32768),
+        (QWEN25, YARN, 131072),
+        (QWEN3, YARN, 131072),
+        (QWEN3, {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32768}, 40960),
+        (MISTRAL, {"type": "linear", "factor": 2.0}, 65536),
+        (MISTRAL, {"rope_type": "dynamic", "factor": 2.5}, 81920),
+        (LLAMA31, SCALING, 131072),
+        (PHI3_128K, PHI3_128K["rope_scaling"], 131072),
+    ],
+)
+def test_longest_sequence(base: dict[str, Any], rope: dict[str, Any] | None, length: int) -> None:
+    assert config_from_hf({**base, "rope_scaling": rope}).context_length == length
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_older_names_of_longrope_in_phi3(kind: str) -> None:
+    named = {**PHI3_128K["rope_scaling"], "type": kind}  # type: ignore[dict-item]
+    assert config_from_hf({**PHI3_128K, "rope_scaling": named}) == config_from_hf(PHI3_128K)
+
+
+def test_yarn_spellings() -> None:
+    expected = YarnScaling(4.0, 32768, 0.1 * math.log(4) + 1)
+    new = {**QWEN25, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}, "rope_theta": None}
+    for config in ({**QWEN25, "rope_scaling": {**YARN, "attn_factor": 1, "finetuned": True}}, new):
+        rope = config_from_hf(config).rope
+        assert (rope.scaling, rope.theta) == (expected, 1e6)
+    details = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.5}
+    scaling = config_from_hf({**QWEN25, "rope_scaling": {**YARN, **details}}).rope.scaling
+    assert scaling == YarnScaling(4.0, 32768, 1.5, 16.0, 2.0, False)
+    scales = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    scaling = config_from_hf({**QWEN25, "rope_scaling": {**YARN, **scales}}).rope.scaling
+    assert isinstance(scaling, YarnScaling)
+    assert scaling.attention_factor == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+
+
+@pytest.mark.parametrize("values", [{}, {"num_experts": 0}, {"logit_scale": 1.0}, {"use_mrope": False}])
+def test_keys_that_change_nothing(values: dict[str, Any]) -> None:
+    assert config_from_hf({**QWEN3, **values, "use_qk_norm": True}) == config_from_hf(QWEN3)
+
+
 @pytest.mark.parametrize(
     "theirs",
     [
@@ -150,6 +292,10 @@ def test_phi3_128k() -> None:
         LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}),
         MistralConfig(**SHAPE, sliding_window=128, dtype="bfloat16"),
         Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=64, max_window_layers=0),
+        Qwen3Config(**SHAPE, attention_bias=True, tie_word_embeddings=True, head_dim=96),
+        LlamaConfig(
+            **SHAPE, rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e5}, head_dim=80
+        ),
         Phi3Config(**SHAPE, sliding_window=2047, rope_parameters={"partial_rotary_factor": 0.5}),
     ],
     ids=lambda theirs: theirs.model_type,
@@ -165,9 +311,10 @@ def test_what_transformers_saves(theirs: Any, tmp_path: Any) -> None:
     assert config.rope.rot_dim == head_dim * theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     assert config.torch_dtype == str(theirs.dtype or "float32").removeprefix("torch.")
     assert config.attention_bias == (getattr(theirs, "attention_bias", False) or theirs.model_type == "qwen2")
+    assert config.qk_norm == (theirs.model_type == "qwen3")
+    assert config.architecture == theirs.model_type
 
 
-SCALING = {**LLAMA31["rope_scaling"]}  # type: ignore[dict-item]
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "architecture": (LLAMA31, {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*Qwen2ForCausalLM"),
     "no architecture": (LLAMA31, {"architectures": None, "model_type": "mamba"}, "mamba"),
@@ -176,8 +323,28 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gptq": (QWEN25, {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
     "activation": (LLAMA31, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "mlp bias": (LLAMA31, {"mlp_bias": True}, "mlp_bias"),
-    "yarn": (QWEN25, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
-    "dynamic": (LLAMA31, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+    "softcapping": (
+        LLAMA31,
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping 50.0 is not supported",
+    ),
+    "scaled embedding": (LLAMA31, {"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
+    "scaled logits": (QWEN25, {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+    "experts": (QWEN25, {"num_experts": 64}, "num_experts 64"),
+    "norm of queries": (LLAMA31, {"use_qk_norm": True}, "use_qk_norm True"),
+    "mistral bias": (MISTRAL, {"attention_bias": True}, "attention_bias True"),
+    "phi3 bias": (PHI3_128K, {"attention_bias": True}, "attention_bias True"),
+    "bias text": (LLAMA31, {"attention_bias": "yes"}, "attention_bias must be true or false"),
+    "rope parameter": (LLAMA31, {"rope_scaling": {**SCALING, "alpha": 1000}}, "rope alpha 1000"),
+    "yarn weight": (QWEN25, {"rope_scaling": {**YARN, "attn_factor": 0.5}}, "rope attn_factor 0.5"),
+    "yarn theta": (QWEN25, {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta above 1"),
+    "yarn factor": (QWEN25, {"rope_scaling": {**YARN, "factor": -1}}, "rope factor"),
+    "dynamic factor": (LLAMA31, {"rope_scaling": {"rope_type": "dynamic"}}, "rope factor"),
+    "longrope of two": (
+        PHI3_128K,
+        {"rope_scaling": {**PHI3_128K["rope_scaling"], "short_mscale": 1.1}},
+        "rope short_mscale 1.1",
+    ),
     "mrope": (QWEN25, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "mrope"),
     "unknown rope": (LLAMA31, {"rope_parameters": {"rope_type": "new"}}, "rope scaling 'new'"),
     "rope by layer": (LLAMA31, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer"),
@@ -192,7 +359,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "long_factor",
     ),  # type: ignore[dict-item]
     "factors text": (PHI3_128K, {"rope_scaling": {"type": "longrope", "short_factor": "x"}}, "short_factor"),
-    "mixed windows": (QWEN25, {"use_sliding_window": True, "max_window_layers": 14}, "sliding-window"),
+    "linear layers": (
+        QWEN25,
+        {"layer_types": ["linear_attention"] * 28},
+        "layer_types has 'linear_attention'",
+    ),
+    "few layer types": (
+        QWEN25,
+        {"layer_types": ["full_attention"]},
+        r"layer_types .* num_hidden_layers \(28\)",
+    ),
+    "window of none": (QWEN25, {"layer_types": ["sliding_attention"] * 28}, "layer_types has 'sliding_att"),
+    "mistral's full layers": (MISTRAL, {"layer_types": ["full_attention"] * 32}, "layer_types has 'full_att"),
     "dtype": (LLAMA31, {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     "heads": (LLAMA31, {"num_key_value_heads": 5}, "32 attention heads"),
     "no key/value heads": (QWEN25, {"num_key_value_heads": None}, "num_key_value_heads"),
@@ -221,7 +399,7 @@ json_values = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    base=st.sampled_from([LLAMA31, QWEN25, PHI3_128K]),
+    base=st.sampled_from([LLAMA31, QWEN25, PHI3_128K, QWEN3, MISTRAL]),
     data=st.data(),
 )
 def test_no_value_does_more_than_be_refused(base: dict[str, Any], data: st.DataObject) -> None:
@@ -276,8 +454,13 @@ def test_gguf_rope() -> None:
     assert from_gguf(linear).rope.scaling == LinearScaling(4.0)
     divisors = [1.0] * 20 + [8.0] * 12
     scaling = config_from_gguf(GGUF, EMBEDDING, {"rope_freqs.weight": divisors}).rope.scaling
-    assert isinstance(scaling, LongRopeScaling)
-    assert scaling.short == scaling.long == tuple(divisors)
+    assert scaling == DivisorScaling(tuple(divisors))
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 32768, "yarn_beta_fast": 16.0}
+    yarn = {f"llama.rope.scaling.{key}": value for key, value in yarn.items()}
+    assert from_gguf(yarn).rope.scaling == YarnScaling(4.0, 32768, 0.1 * math.log(4) + 1, 16.0)
+    attention = {**yarn, "llama.rope.scaling.yarn_attn_factor": 1.5, "llama.rope.scaling.attn_factor": 2.0}
+    assert from_gguf(attention).rope.scaling == YarnScaling(4.0, 32768, 3.0, 16.0)
+    assert from_gguf(yarn).context_length == 131072
     phi = {k.replace("llama", "phi3"): "phi3" if v == "llama" else v for k, v in GGUF.items()}
     phi |= {"phi3.rope.scaling.original_context_length": 4096, "phi3.rope.scaling.attn_factor": 1.19}
     factors = {"rope_factors_short.weight": [1.0] * 32, "rope_factors_long.weight": [9.0] * 32}
@@ -288,13 +471,20 @@ def test_gguf_rope() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "'mamba' is not supported"),
+        ({"general.architecture": "mamba"}, "'mamba' is not supported; supported: llama, qwen2, qwen3, phi3"),
         ({"general.architecture": None}, "general.architecture"),
         ({"general.architecture": np.array([1, 2])}, "general.architecture"),
         ({"llama.block_count": None}, "llama.block_count"),
         ({"llama.attention.head_count_kv": np.array([8, 4])}, "llama.attention.head_count_kv"),
         ({"llama.expert_count": 8}, "expert_count"),
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor"),
+        (
+            {"llama.rope.scaling.type": "ntk"},
+            "'ntk' is not supported; supported: none, linear, yarn, longrope",
+        ),
+        ({"llama.rope.dimension_sections": np.array([16, 24, 24, 0])}, "llama.rope.dimension_sections"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale 0.5"),
+        ({"llama.attention.sliding_window_pattern": 4}, "sliding_window_pattern"),
         ({"llama.rope.scaling.type": np.array([1.0, 2.0])}, "rope.scaling.type"),
         ({"llama.attention.value_length": 128}, "value_length"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, "layer_norm_rms_epsilon"),

@@ -1,136 +1,83 @@
-"""Llama, Mistral, Qwen2 and Phi-3 against transformers' classes: the same checkpoint, logits and tokens."""
+"""Every architecture against transformers' own class: the same checkpoint, logits and tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from tests.worker.llama_cpp import convert
 from tests.worker.paged import PagedRun, one_thread
-from tests.worker.random_models import randomise
+from tests.worker.random_models import randomise, write_byte_bpe
+from tests.worker.variants import VARIANTS, VOCAB
+from worker import LLM, SamplingParams
 from worker.model.layers import CausalLM
 from worker.weights.loader import load_model
 from worker.weights.source import resolve_source
 
-VOCAB = 1000
-LENGTH = 90  # tokens of the compared text: several pages, and more than the windows below
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 512,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TOKENS = 400  # of the tokenizer: fewer than the models have rows for
+LENGTH = 90  # tokens of the compared text: several pages, and more than windows and original lengths
+TIE = 1e-3  # a gap between the best two logits below which either may be chosen
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
-def shape(hidden: int, inner: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner}
-    return {**BASE, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
-
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0 + 0.02 * i for i in range(36)],
-    "long_factor": [1.0 + 0.7 * i for i in range(36)],
-}
-SWA = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}
-
-# name -> (class, configuration, max_model_len)
-MODELS: dict[str, tuple[type[nn.Module], Any, int]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**shape(384, 1024, 6, 2)), 512),
-    "llama tied, no grouping": (
-        LlamaForCausalLM,
-        LlamaConfig(**shape(256, 688, 4, 4, tie_word_embeddings=True)),
-        512,
-    ),
-    "llama biases, llama3 rope, head_dim 128": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            **shape(256, 512, 8, 1, head_dim=128, attention_bias=True, rope_parameters=dict(LLAMA3_ROPE))
-        ),
-        512,
-    ),
-    "llama linear rope": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            **shape(256, 512, 4, 1, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
-        ),
-        512,
-    ),
-    "mistral window": (MistralForCausalLM, MistralConfig(**shape(256, 512, 4, 2, sliding_window=24)), 512),
-    "qwen2 7:1": (Qwen2ForCausalLM, Qwen2Config(**shape(448, 1024, 7, 1)), 512),
-    "qwen2 tied, window": (
-        Qwen2ForCausalLM,
-        Qwen2Config(**shape(256, 512, 4, 2, tie_word_embeddings=True, **SWA)),
-        512,
-    ),
-    "phi3 window, head_dim 96": (
-        Phi3ForCausalLM,
-        Phi3Config(**shape(384, 1024, 4, 4, sliding_window=24)),
-        512,
-    ),
-    "phi3 longrope short, partial": (
-        Phi3ForCausalLM,
-        Phi3Config(
-            **shape(384, 512, 4, 2, original_max_position_embeddings=128, rope_parameters=dict(LONGROPE))
-        ),
-        128,
-    ),
-    "phi3 longrope long, partial": (
-        Phi3ForCausalLM,
-        Phi3Config(
-            **shape(384, 512, 4, 2, original_max_position_embeddings=64, rope_parameters=dict(LONGROPE))
-        ),
-        512,
-    ),
-}
+def load(source: Path, max_model_len: int) -> CausalLM:
+    return load_model(
+        resolve_source(str(source)), dtype=torch.float32, device="cpu", max_model_len=max_model_len
+    )
 
 
 class Pair:
     """A checkpoint on disk, loaded by transformers and by us."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        cls, config, max_model_len = MODELS[name]
-        self.theirs = cls(config).eval()
+        self.variant = VARIANTS[name]
+        self.directory = directory
+        self.theirs = self.variant.model(self.variant.config).eval()
         randomise(self.theirs)
-        shards = {"max_shard_size": "1MB"} if name == "llama" else {}
+        shards = {"max_shard_size": "1MB"} if name == "llama 3:1" else {}
         self.theirs.save_pretrained(directory, **shards)
         assert (directory / "model.safetensors.index.json").exists() == bool(shards)
-        source = resolve_source(str(directory))
-        self.ours = load_model(source, dtype=torch.float32, device="cpu", max_model_len=max_model_len)
+        self.ours = load(directory, self.variant.max_model_len)
         self.tokens: list[int] = torch.randint(
             0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(2)
         ).tolist()
         self.expected = self.their_logits(self.tokens)
 
+    @property
+    def switch(self) -> int | None:
+        """Length above which sequences are rotated otherwise, if the model takes such."""
+        switch = self.ours.config.rope.switch
+        return switch if switch is not None and switch < self.variant.max_model_len else None
+
     @torch.no_grad()
-    def their_logits(self, tokens: list[int]) -> Tensor:
-        return self.theirs(torch.tensor([tokens]), use_cache=False).logits[0]
+    def their_logits(self, tokens: list[int], longest: int | None = None) -> Tensor:
+        """Of a sequence that may get as long as `longest`, or the model takes: transformers rotates by the
+        length of the text, so it gets a text of that length."""
+        longest = longest or self.variant.max_model_len
+        long = self.switch is not None and longest > self.switch
+        text = tokens + [0] * (self.variant.max_model_len - len(tokens)) if long else tokens
+        if self.switch is not None:
+            self.theirs(torch.tensor([[0]]))  # it keeps a long text's frequencies until a short one comes
+        return self.theirs(torch.tensor([text]), use_cache=False).logits[0, : len(tokens)]
+
+    def clear_greedy(self, prompt: list[int], answer: list[int], longest: int | None = None) -> list[int]:
+        """Their choice at every place of `answer`, up to the first that is a tie: one pass over our text.
+        Rows of the output layer that the tokenizer has no token for are padding."""
+        logits = self.their_logits(prompt + answer, longest)[len(prompt) - 1 : -1]
+        best = logits[:, :TOKENS].topk(2)
+        gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
+        clear = next((i for i, gap in enumerate(gaps) if gap < TIE), len(gaps))
+        return best.indices[:clear, 0].tolist()
+
+    def run(self, model: CausalLM | None = None) -> PagedRun:
+        model = model or self.ours
+        return PagedRun(model, first_row=model.first_row(self.variant.max_model_len))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,9 +86,16 @@ def single_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    assert write_byte_bpe(directory, TOKENS) == TOKENS
+    return str(directory)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -155,7 +109,7 @@ def chunks(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 def test_logits_at_once_by_chunks_and_by_tokens(pair: Pair) -> None:
-    run = PagedRun(pair.ours)
+    run = pair.run()
     assert_close(run.feed({"all": pair.tokens})["all"], pair.expected)
     mixed = [16, 7, 1, 1, 40, 1, 15, 9]
     for name, sizes in {"mixed": mixed, "tokens": [1] * 48}.items():
@@ -164,7 +118,7 @@ def test_logits_at_once_by_chunks_and_by_tokens(pair: Pair) -> None:
 
 
 def test_sequences_in_one_batch_dont_meet(pair: Pair) -> None:
-    run = PagedRun(pair.ours)
+    run = pair.run()
     reverse = pair.tokens[::-1]
     run.feed({"a": pair.tokens[:33], "b": reverse[:5]})
     found = run.feed({"a": pair.tokens[33:34], "b": reverse[5:], "c": pair.tokens[:20]})
@@ -176,7 +130,7 @@ def test_sequences_in_one_batch_dont_meet(pair: Pair) -> None:
 @torch.inference_mode()
 def test_states_of_some_tokens_only(pair: Pair) -> None:
     """They are the same, and so is what the cache holds for later steps."""
-    run, other = PagedRun(pair.ours), PagedRun(pair.ours)
+    run, other = pair.run(), pair.run()
     tokens, rows = torch.tensor(pair.tokens[:20]), torch.tensor([19, 4])
     every = pair.ours.forward(tokens, run.batch(["s"], [20]), run.caches)
     some = pair.ours.forward(tokens, other.batch(["s"], [20]), other.caches, rows)
@@ -185,24 +139,81 @@ def test_states_of_some_tokens_only(pair: Pair) -> None:
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
 
 
-def test_greedy_tokens(pair: Pair) -> None:
-    original = getattr(pair.theirs.config, "original_max_position_embeddings", 0)
-    # transformers changes longrope's factors where the original length is crossed; start beyond it.
-    prompt = pair.tokens[:70] if original == 64 else pair.tokens[:12]
-    run, new, found = PagedRun(pair.ours), prompt, list[int]()
-    for _ in range(40):
-        new = [int(run.feed({"s": new})["s"][-1].argmax())]
-        found += new
-    # One pass over our text gives every token their greedy choice would take, up to the first that differs.
-    best = pair.their_logits(prompt + found)[len(prompt) - 1 : -1].topk(2)
-    gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
-    clear = next((i for i, gap in enumerate(gaps) if gap < 1e-3), len(gaps))
-    assert found[:clear] == best.indices[:clear, 0].tolist()
-    assert len(set(found[:clear])) >= 20
-
-
 def test_fills_every_parameter(pair: Pair) -> None:
     ours: CausalLM = pair.ours
     count = sum(p.numel() for p in pair.theirs.parameters())
     assert sum(p.numel() for p in ours.parameters()) == count
     assert ours.weight_bytes == 4 * count
+
+
+def read_back(path: Path) -> PreTrainedModel:
+    """The model that transformers' own GGUF loader makes of the file."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config.pad_token_id = None  # Phi-3's default is beyond a small vocabulary
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
+    model.tie_weights()
+    return model
+
+
+def test_gguf(pair: Pair) -> None:
+    """The same model from llama.cpp's file, also where transformers reads that itself."""
+    if not pair.variant.gguf:
+        return
+    path = convert(pair.theirs, pair.directory / "gguf" / "model.gguf")
+    model = load(path, pair.variant.max_model_len)
+    assert_close(pair.run(model).feed({"all": pair.tokens})["all"], pair.expected)
+    assert model.config.context_length == pair.ours.config.context_length
+    known = min(pair.variant.known, LENGTH)
+    if known:
+        with torch.no_grad():
+            logits = read_back(path)(torch.tensor([pair.tokens]), use_cache=False).logits[0]
+        assert_close(logits[:known], pair.expected[:known])
+
+
+def test_the_engine_by_chunks_preempted_and_from_its_cache(pair: Pair, tokenizer: str) -> None:
+    """Sixty-four greedy tokens of prompts with a common beginning, in too few pages, 16 tokens a step."""
+    prompts = [pair.tokens[:40] + pair.tokens[at : at + 5] for at in (41, 50, 60)]
+    with LLM(
+        str(pair.directory),
+        tokenizer=tokenizer,
+        max_model_len=pair.variant.max_model_len,
+        num_gpu_blocks_override=12,
+        max_num_batched_tokens=16,
+        max_num_seqs=3,
+        threads=1,
+    ) as llm:
+        results = llm.generate(prompts, GREEDY)
+        assert llm.stats.preemptions > 0
+        again = llm.generate(prompts[0], GREEDY)
+        assert again[0].cached_tokens >= 32
+        assert llm.check_integrity() == ""
+    for result in [*results, *again]:
+        answer = result.outputs[0].token_ids
+        clear = pair.clear_greedy(result.prompt_token_ids, answer)
+        assert len(answer) == 64
+        assert answer[: len(clear)] == clear
+    assert max(len(set(pair.clear_greedy(r.prompt_token_ids, r.outputs[0].token_ids))) for r in results) >= 20
+
+
+def test_how_long_a_request_may_get_says_how_it_is_rotated(pair: Pair, tokenizer: str) -> None:
+    """Also of two with the same prompt, in one batch: neither finds the other's pages in the cache."""
+    if pair.switch is None:
+        return
+    prompt = pair.tokens[:40]
+    lengths = [pair.switch, pair.switch + 1, pair.variant.max_model_len]
+    params = [SamplingParams(temperature=0, max_tokens=n - len(prompt), ignore_eos=True) for n in lengths]
+    plenty = {"tokenizer": tokenizer, "max_model_len": lengths[-1], "kv_cache_memory_bytes": "8MiB"}
+    with LLM(str(pair.directory), threads=1, **plenty) as llm:
+        first, second = (llm.generate([prompt] * 3, params) for _ in range(2))
+    for results in (first, second):
+        for result, longest in zip(results, lengths, strict=True):
+            answer = result.outputs[0].token_ids
+            clear = pair.clear_greedy(prompt, answer, longest)
+            assert answer[: len(clear)] == clear
+            assert len(clear) > 4
+    assert [result.cached_tokens for result in second] == [32] * 3
+    short, long = (result.outputs[0].token_ids[: lengths[0] - len(prompt)] for result in first[:2])
+    assert short != long

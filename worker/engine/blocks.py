@@ -19,12 +19,14 @@ from collections.abc import Iterable, Sequence
 from kernels.batch import NULL_PAGE
 
 
-def root_hash(salt: str = "", adapter: str = "") -> bytes:
-    """Where a chain starts. Fields are length-prefixed, so no salt can pass for an adapter."""
+def root_hash(salt: str = "", adapter: str = "", rotation: int = 0) -> bytes:
+    """Where a chain starts: what is cached depends on the adapter and on how keys are rotated. Fields are
+    length-prefixed, so no salt can pass for an adapter."""
     digest = hashlib.sha256(b"pagefleet prefix 1")
     for field in (salt, adapter):
         data = field.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
+    digest.update(rotation.to_bytes(8, "little"))
     return digest.digest()
 
 

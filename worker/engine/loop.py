@@ -105,6 +105,7 @@ class Engine:
         error = self._refusal(request)
         if error is not None:
             return RequestOutput(request.id, [], finish_reason="error", error=error)
+        request.first_row = self.runner.model.first_row(request.token_limit)
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_length
         self.scheduler.add(request)

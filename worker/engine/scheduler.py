@@ -243,7 +243,7 @@ class Scheduler:
         size, hashes = self.pool.page_size, request.hashes
         while len(hashes) < count:
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt, rotation=request.first_row)
             hashes.append(page_hash(parent, request.tokens[start : start + size]))
         return hashes[:count]
 

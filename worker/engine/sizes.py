@@ -41,11 +41,15 @@ class Sizes:
 
 def resolve_sizes(model: ModelConfig, options: WorkerOptions, on_gpu: bool) -> Sizes:
     """Fill in what `options` leave open. EngineError for what can't be together."""
-    longest = model.max_position_embeddings
+    longest = model.context_length
     if options.max_model_len is not None and options.max_model_len > longest:
+        scaling = model.rope.scaling
+        stretched = (
+            f", {type(scaling).__name__.removesuffix('Scaling').lower()} rope scaling" if scaling else ""
+        )
         raise EngineError(
-            f"max_model_len {options.max_model_len} is longer than the {longest} positions "
-            "the model was made for"
+            f"max_model_len {options.max_model_len} is longer than the {longest} positions the model was "
+            f"made for (max_position_embeddings {model.max_position_embeddings}{stretched}); lower it"
         )
     max_model_len = options.max_model_len or longest
     tokens = options.max_num_batched_tokens or (8192 if on_gpu else 512)

@@ -5,11 +5,12 @@ Whatever the layers can't compute is refused here, by name: a model that answers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeGuard
 
-Architecture = Literal["llama", "qwen2", "phi3"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "phi3"]
 
 _MAX_INTEGER: Final = 2**31 - 1
 _MAX_NUMBER: Final = 1e30
@@ -27,6 +28,36 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Dynamic NTK: up to the original length nothing changes; for longer sequences the base grows with the
+    length they may get."""
+
+    factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times within the original length
+    are divided by `factor`, those that turn more than `beta_fast` times kept, a ramp between, whose ends are
+    whole numbers if `truncate`; cosines and sines are multiplied by `attention_factor`."""
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DivisorScaling:
+    """One divisor per frequency, at any length: how llama.cpp stores Llama 3's scaling."""
+
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Llama3Scaling:
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend between."""
 
@@ -38,8 +69,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """One divisor per frequency (LongRoPE, arXiv 2402.13753): `short` for contexts up to the original length,
-    `long` beyond; cosines and sines are multiplied by `attention_factor`."""
+    """One divisor per frequency (LongRoPE, arXiv 2402.13753): `short` for sequences up to the original
+    length, `long` for those that may get longer; cosines and sines are multiplied by `attention_factor`."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -47,7 +78,7 @@ class LongRopeScaling:
     attention_factor: float
 
 
-RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling
+RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DivisorScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +89,23 @@ class RopeConfig:
     rot_dim: int
     scaling: RopeScaling | None = None
 
+    @property
+    def switch(self) -> int | None:
+        """Sequences that may get longer than this are rotated by other frequencies; None: all by the same."""
+        scaling = self.scaling
+        return (
+            scaling.original_max_position if isinstance(scaling, DynamicScaling | LongRopeScaling) else None
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape and constants of a decoder-only model.
 
     `attention_bias` is a bias on the query, key and value projections, `output_bias` one on the attention's
-    output projection. `sliding_window` W lets a token see itself and W - 1 before it; None: all before it.
+    output projection; `qk_norm`: each head's query and key are normalised before they are rotated.
+    `sliding_window` W lets a token see itself and W - 1 before it, but in `full_attention_layers`; None: all
+    before it in every layer.
     `torch_dtype` is the checkpoint's own ("float32", "float16" or "bfloat16").
     """
 
@@ -82,7 +123,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     output_bias: bool
+    qk_norm: bool
     sliding_window: int | None
+    full_attention_layers: frozenset[int]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     torch_dtype: str
@@ -97,11 +140,48 @@ class ModelConfig:
             raise UnsupportedModel(
                 f"{rot_dim} rotary dimensions: must be even, 2 to head_dim ({self.head_dim})"
             )
-        scaling = self.rope.scaling
-        if isinstance(scaling, LongRopeScaling):
-            for name, factors in (("short_factor", scaling.short), ("long_factor", scaling.long)):
-                if len(factors) != rot_dim // 2:
-                    raise UnsupportedModel(f"rope {name} has {len(factors)} values, not {rot_dim // 2}")
+        if isinstance(self.rope.scaling, DynamicScaling) and rot_dim < 4:
+            raise UnsupportedModel(f"dynamic rope scaling needs 4 rotary dimensions, not {rot_dim}")
+        if isinstance(self.rope.scaling, YarnScaling) and self.rope.theta <= 1:
+            raise UnsupportedModel(f"yarn rope scaling needs a rope_theta above 1, not {self.rope.theta}")
+        for name, factors in _factors(self.rope.scaling):
+            if len(factors) != rot_dim // 2:
+                raise UnsupportedModel(f"rope {name} has {len(factors)} values, not {rot_dim // 2}")
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees, itself included; 0: all before it."""
+        return 0 if layer in self.full_attention_layers else self.sliding_window or 0
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence: `max_position_embeddings`, or what the rope scaling makes of it.
+
+        Linear and dynamic scaling stretch `max_position_embeddings`, YaRN its original length; the others'
+        `max_position_embeddings` is the stretched length already.
+        """
+        positions, scaling = self.max_position_embeddings, self.rope.scaling
+        match scaling:
+            case LinearScaling(factor) | DynamicScaling(factor):
+                return max(positions, int(positions * factor))
+            case YarnScaling(factor, original):
+                return max(positions, int(original * factor))
+            case _:
+                return positions
+
+
+def _factors(scaling: RopeScaling | None) -> list[tuple[str, tuple[float, ...]]]:
+    match scaling:
+        case LongRopeScaling(short, long):
+            return [("short_factor", short), ("long_factor", long)]
+        case DivisorScaling(divisors):
+            return [("rope_freqs", divisors)]
+        case _:
+            return []
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """By how much YaRN makes cosines and sines larger, if nothing else is said (arXiv 2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def kv_page_bytes(config: ModelConfig, page_size: int, itemsize: int) -> int:
@@ -123,7 +203,7 @@ def _is_positive(value: Any) -> TypeGuard[float]:
 
 
 class Fields:
-    """Checked reading of numbers: a null counts as absent, an error names the key."""
+    """Checked reading of a configuration: a null counts as absent, an error names the key."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self.values, self.prefix = values, prefix
@@ -141,6 +221,27 @@ class Fields:
         if not _is_positive(value):
             raise UnsupportedModel(f"{self.prefix}{key} must be a positive number, not {value!r:.80}")
         return float(value)
+
+    def optional(self, key: str, default: int | None) -> int | None:
+        """A whole number; None for null and 0, which both say that there is none."""
+        if self.values.get(key, 0) is None:
+            return None
+        return self.integer(key, default or 0, low=0) or None
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise UnsupportedModel(f"{self.prefix}{key} must be true or false, not {value!r:.80}")
+        return value
+
+    def refuse(self, key: str, *neutral: Any) -> None:
+        """Raises UnsupportedModel if `key` has a value that would change what the model computes: any but
+        null, false and the `neutral` ones."""
+        value = self.values.get(key)
+        known = isinstance(value, (int, float, str, list)) and value in neutral
+        if value is not None and value is not False and not known:
+            raise UnsupportedModel(f"{self.prefix}{key} {value!r:.80} is not supported")
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.values.get(key)

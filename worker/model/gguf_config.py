@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from worker.model.config import (
-    Architecture,
+    DivisorScaling,
     Fields,
     LinearScaling,
     LongRopeScaling,
@@ -14,10 +14,13 @@ from worker.model.config import (
     RopeConfig,
     RopeScaling,
     UnsupportedModel,
+    YarnScaling,
     token_ids,
+    yarn_magnitude,
 )
-
-GGUF_ARCHITECTURES: Final[tuple[Architecture, ...]] = ("llama", "qwen2", "phi3")
+from worker.model.refusals import refuse_gguf
+from worker.model.registry import ARCHITECTURES
+from worker.model.tables import ArchitectureSpec
 
 
 def config_from_gguf(
@@ -32,15 +35,10 @@ def config_from_gguf(
         shapes: shape of every tensor by name; tells whether embeddings are tied and projections biased.
         rope_factors: values of `rope_freqs.weight`, `rope_factors_{short,long}.weight` if there.
     """
-    architecture = Fields(metadata).text("general.architecture")
-    if architecture not in GGUF_ARCHITECTURES:
-        raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    prefix = f"{architecture}."
+    spec = _architecture(Fields(metadata).text("general.architecture"))
+    prefix = f"{spec.gguf_name}."
     fields = Fields({k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix)
-    if fields.integer("expert_count", 0, low=0):
-        raise UnsupportedModel(f"{prefix}expert_count: mixtures of experts are not supported")
+    refuse_gguf(fields)
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden // heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
@@ -49,7 +47,7 @@ def config_from_gguf(
     if len(embedding) != 2:
         raise UnsupportedModel("no matrix token_embd.weight in the file: not a language model's weights")
     return ModelConfig(
-        architecture=architecture,
+        architecture=spec.name,
         hidden_size=hidden,
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=fields.integer("block_count"),
@@ -63,13 +61,23 @@ def config_from_gguf(
         tie_word_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
         output_bias="blk.0.attn_output.bias" in shapes,
-        sliding_window=fields.integer("attention.sliding_window", 0, low=0) or None,
+        qk_norm="blk.{i}.attn_q_norm.weight" in spec.gguf,
+        sliding_window=fields.optional("attention.sliding_window", None),
+        full_attention_layers=frozenset(),
         eos_token_ids=token_ids(
             [metadata.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom")]
         ),
         bos_token_id=next(iter(token_ids(metadata.get("tokenizer.ggml.bos_token_id"))), None),
         torch_dtype="bfloat16",
     )
+
+
+def _architecture(name: str) -> ArchitectureSpec:
+    for spec in ARCHITECTURES.values():
+        if name == spec.gguf_name:
+            return spec
+    supported = ", ".join(dict.fromkeys(spec.gguf_name for spec in ARCHITECTURES.values()))
+    raise UnsupportedModel(f"architecture {name!r:.80} is not supported; supported: {supported}")
 
 
 def _rope(fields: Fields, head_dim: int, factors: Mapping[str, Sequence[float]]) -> RopeConfig:
@@ -80,20 +88,35 @@ def _rope(fields: Fields, head_dim: int, factors: Mapping[str, Sequence[float]])
 def _scaling(fields: Fields, factors: Mapping[str, Sequence[float]]) -> RopeScaling | None:
     kind = fields.text("rope.scaling.type", "none")
     original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+    magnitude = fields.number("rope.scaling.attn_factor", 1.0)
     if {"rope_factors_short.weight", "rope_factors_long.weight"} <= factors.keys() and kind in (
         "none",
         "longrope",
     ):
         short, long = (tuple(factors[f"rope_factors_{which}.weight"]) for which in ("short", "long"))
-        return LongRopeScaling(short, long, original, fields.number("rope.scaling.attn_factor", 1.0))
+        return LongRopeScaling(short, long, original, magnitude)
     if "rope_freqs.weight" in factors and kind == "none":
-        # llama.cpp stores Llama 3's scaling as the divisors it comes to, the same at any length.
-        divisors = tuple(factors["rope_freqs.weight"])
-        return LongRopeScaling(divisors, divisors, original, 1.0)
+        return DivisorScaling(tuple(factors["rope_freqs.weight"]))
     if kind == "none" and "rope.scale_linear" in fields.values:
         return LinearScaling(fields.number("rope.scale_linear"))
     if kind == "linear":
         return LinearScaling(fields.number("rope.scaling.factor"))
+    if kind == "yarn":
+        return _yarn(fields, original, magnitude)
     if kind == "none":
         return None
-    raise UnsupportedModel(f"GGUF rope scaling {kind!r} is not supported; supported: none, linear, longrope")
+    raise UnsupportedModel(
+        f"GGUF rope scaling {kind!r:.40} is not supported; supported: none, linear, yarn, longrope"
+    )
+
+
+def _yarn(fields: Fields, original: int, magnitude: float) -> YarnScaling:
+    factor = fields.number("rope.scaling.factor")
+    fields.refuse("rope.scaling.yarn_ext_factor", 1)
+    return YarnScaling(
+        factor,
+        original,
+        fields.number("rope.scaling.yarn_attn_factor", yarn_magnitude(factor)) * magnitude,
+        fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    )

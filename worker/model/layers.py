@@ -26,8 +26,9 @@ from kernels.linear import (
 )
 from kernels.norm import rms_norm
 from kernels.packed_matrix import PackedMatrix, pack
+from kernels.qk_norm import qk_norm
 from worker.model.config import ModelConfig
-from worker.model.rope import cos_sin_table
+from worker.model.rope import cos_sin_table, first_row
 from worker.model.shapes import parameter_shapes
 
 Parameters = Callable[
@@ -55,10 +56,10 @@ class Attention:
     """Grouped-query attention with rotary positions over the paged KV cache, of the normalised residual
     stream [T, hidden] and added to it."""
 
-    __slots__ = ("head_dim", "norm", "output", "qkv", "scale", "sizes", "window")
+    __slots__ = ("head_dim", "k_norm", "norm", "output", "q_norm", "qkv", "scale", "sizes", "window")
 
     def __init__(
-        self, parameters: Parameters, config: ModelConfig, num_heads: int, num_kv_heads: int
+        self, parameters: Parameters, config: ModelConfig, num_heads: int, num_kv_heads: int, window: int
     ) -> None:
         self.norm = Norm(_parameter(parameters, "input_norm.weight"), config.rms_norm_eps)
         self.qkv = Linear(parameters, "qkv")
@@ -66,7 +67,8 @@ class Attention:
         self.head_dim = config.head_dim
         self.sizes = [num_heads, num_kv_heads, num_kv_heads]
         self.scale = config.head_dim**-0.5
-        self.window = config.sliding_window or 0
+        self.window = window
+        self.q_norm, self.k_norm = parameters("q_norm.weight"), parameters("k_norm.weight")
 
     def __call__(
         self,
@@ -86,6 +88,8 @@ class Attention:
         else:
             qkv = linear(normed, self.qkv.weight, self.qkv.bias)
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.sizes, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk_norm(q, k, self.q_norm, self.k_norm, self.norm.eps)
         out = rope_and_attention(q, k, v, cos_sin, batch, k_cache, v_cache, self.scale, self.window)
         if rows is not None:
             out, residual = out[rows], residual[rows]
@@ -131,6 +135,7 @@ class CausalLM:
             name: torch.empty(shape, dtype=dtype, device=device)
             for name, shape in parameter_shapes(config).items()
         }
+        self._max_model_len = max_model_len
         self.cos_sin = cos_sin_table(config.rope, max_model_len, device)
         named = self.named_parameters
         self._embedding = named["embedding.weight"]
@@ -145,8 +150,12 @@ class CausalLM:
         def parameters(name: str) -> Tensor | None:
             return named.get(f"layers.{i}.{name}")
 
-        attention = Attention(parameters, config, config.num_heads, config.num_kv_heads)
+        attention = Attention(parameters, config, config.num_heads, config.num_kv_heads, config.window(i))
         return attention, Mlp(parameters, config)
+
+    def first_row(self, length: int) -> int:
+        """Row of `cos_sin` for position 0 of a sequence that may get `length` tokens long."""
+        return first_row(self.config.rope, self._max_model_len, length)
 
     def pack(self) -> None:
         """Lay the matrices out for products on a CPU, where that helps. For a model that is filled: they are

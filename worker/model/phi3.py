@@ -1,10 +1,22 @@
-"""Phi-3, Phi-3.5 mini and Phi-4: query/key/value and gate/up come fused already, in our own order."""
+"""Phi-3, Phi-3.5 mini, Phi-4 and Phi-4-mini: query/key/value and gate/up come fused already, in our own
+order; a part of each head's dimensions may be rotated, and long contexts by other factors than short ones."""
 
 from __future__ import annotations
 
-from worker.model.tables import CheckpointLayout, Slot
+from worker.model.config import Fields
+from worker.model.tables import ArchitectureSpec, Slot, Traits
 
-PHI3 = CheckpointLayout(
+
+def _traits(config: Fields) -> Traits:
+    config.refuse("attention_bias")
+    return Traits(sliding_window=config.optional("sliding_window", None))
+
+
+PHI3 = ArchitectureSpec(
+    name="phi3",
+    hf_class="Phi3ForCausalLM",
+    model_type="phi3",
+    gguf_name="phi3",
     hf={
         "model.embed_tokens.weight": Slot("embedding.weight"),
         "model.layers.{i}.input_layernorm.weight": Slot("layers.{i}.input_norm.weight"),
@@ -27,4 +39,9 @@ PHI3 = CheckpointLayout(
         "output_norm.weight": Slot("final_norm.weight"),
         "output.weight": Slot("lm_head.weight"),
     },
+    traits=_traits,
+    kv_heads_default=True,
+    partial_rotary=True,
+    rope_aliases={"su": "longrope", "yarn": "longrope"},  # older names of the same in this family's files
+    original_max_position=4096,
 )

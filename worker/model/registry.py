@@ -1,4 +1,4 @@
-"""Architecture name → where its checkpoints' tensors go."""
+"""The architectures that are served."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Final
 
 from worker.model.config import Architecture
 from worker.model.llama import LLAMA
+from worker.model.mistral import MISTRAL
 from worker.model.phi3 import PHI3
 from worker.model.qwen2 import QWEN2
-from worker.model.tables import CheckpointLayout
+from worker.model.qwen3 import QWEN3
+from worker.model.tables import ArchitectureSpec
 
-LAYOUTS: Final[dict[Architecture, CheckpointLayout]] = {"llama": LLAMA, "qwen2": QWEN2, "phi3": PHI3}
+ARCHITECTURES: Final[dict[Architecture, ArchitectureSpec]] = {
+    spec.name: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+}

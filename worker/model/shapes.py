@@ -15,11 +15,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `lm_head.weight`.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
-    heads_out, qkv_out = config.num_heads * config.head_dim, sum(_qkv_rows(config))
+    heads_out, qkv_out, head = config.num_heads * config.head_dim, sum(_qkv_rows(config)), (config.head_dim,)
     layer: dict[str, tuple[int, ...]] = {
         "input_norm.weight": (hidden,),
         "qkv.weight": (qkv_out, hidden),
         **({"qkv.bias": (qkv_out,)} if config.attention_bias else {}),
+        **({"q_norm.weight": head, "k_norm.weight": head} if config.qk_norm else {}),
         "output.weight": (hidden, heads_out),
         **({"output.bias": (hidden,)} if config.output_bias else {}),
         "mlp_norm.weight": (hidden,),

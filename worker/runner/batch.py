@@ -42,15 +42,25 @@ class BatchState:
     """What the device keeps for each row of the batch: its block table and the token sampled last.
 
     A row belongs to one running request (Request.row). One more row than the batch has, always empty, stands
-    in for padding.
+    in for padding. `first_rows` are those of the rotary table (Request.first_row), where it has two parts.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        one_table: bool = True,
+    ) -> None:
         width = -(-max_model_len // page_size)
         self.page_size = page_size
         self.padding_row = max_num_seqs
         self.tables = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.first_rows = None if one_table else torch.zeros_like(self.last_tokens)
+        self._firsts: dict[int, int] = {}  # changed ones
         self._pages: list[list[int] | None] = [
             None
         ] * max_num_seqs  # the very list that the row's table shows
@@ -65,6 +75,8 @@ class BatchState:
         if new:
             self._pages[row] = pages
             self._shown[row] = 0
+            if self.first_rows is not None:
+                self._firsts[row] = request.first_row
         shown = self._shown[row]
         if shown < len(pages):
             first = row * self.tables.shape[1]
@@ -80,10 +92,18 @@ class BatchState:
             cells = torch.tensor(self._cells)
             self.tables.view(-1)[to_device(cells, self.tables.device)] = to_device(values, self.tables.device)
             self._cells, self._values = [], []
+        if self._firsts and self.first_rows is not None:
+            rows, firsts = torch.tensor([list(self._firsts), list(self._firsts.values())])
+            self.first_rows[to_device(rows, self.tables.device)] = to_device(firsts, self.tables.device)
+            self._firsts = {}
 
     def tokens(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Token ids with those filled in that only the device knows."""
         return torch.where(tokens == UNREAD, self.last_tokens[rows], tokens)
+
+    def rotary_rows(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Row of the rotary table [T] for each position [T] of the sequence in each row [T]."""
+        return positions if self.first_rows is None else positions + self.first_rows[rows]
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Cache slot [T] of the token at each position [T] of the sequence in each row [T]."""
@@ -147,7 +167,7 @@ def device_step(host: HostStep, state: BatchState) -> tuple[Tensor, AttentionBat
     width = -(-widest // state.page_size)
     firsts = to_device(torch.from_numpy(host.rows[host.starts[:-1]]), device)
     batch = AttentionBatch(
-        positions=positions,
+        positions=state.rotary_rows(rows, positions),
         slots=state.slots(rows, positions),
         block_tables=state.tables[:, :width][firsts],
         seq_lens=to_device(torch.from_numpy(host.lengths), device),

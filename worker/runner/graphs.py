@@ -83,7 +83,7 @@ class DecodeGraphs:
         inputs = self._inputs[:, :size]
         made = prepare_decode_triton(inputs, state.last_tokens, state.tables, state.page_size, UNREAD)
         batch = AttentionBatch(
-            positions=inputs[2],
+            positions=state.rotary_rows(inputs[0], inputs[2]),
             slots=made.slots,
             block_tables=made.block_tables,
             seq_lens=made.seq_lens,

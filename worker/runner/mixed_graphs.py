@@ -135,7 +135,7 @@ class MixedGraphs:
         inputs = self._split(self._buffer, size)
         tables = state.tables[inputs.sequence_rows]
         batch = AttentionBatch(
-            positions=inputs.positions,
+            positions=state.rotary_rows(inputs.rows, inputs.positions),
             slots=state.slots(inputs.rows, inputs.positions),
             block_tables=tables,
             seq_lens=inputs.lengths.int(),

@@ -51,7 +51,13 @@ class Runner:
         self.model = model
         self.kv_cache = kv_cache
         device = kv_cache.pool.device
-        self._state = BatchState(max_num_seqs, max_model_len, kv_cache.page_size, device)
+        self._state = BatchState(
+            max_num_seqs,
+            max_model_len,
+            kv_cache.page_size,
+            device,
+            one_table=model.first_row(max_model_len) == 0,
+        )
         self._sampler = Sampler(max_num_seqs, model.config.vocab_size, vocab_limit, device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None

@@ -10,7 +10,7 @@ import torch
 
 from worker.model.config import ModelConfig
 from worker.model.layers import CausalLM
-from worker.model.registry import LAYOUTS
+from worker.model.registry import ARCHITECTURES
 from worker.weights.gguf_header import read_gguf_header
 from worker.weights.random_weights import fill_random
 from worker.weights.safetensors_files import read_safetensors, safetensors_files
@@ -38,7 +38,7 @@ def load_model(
         source: what `resolve_source` found.
         dtype: of weights and activations, whatever the checkpoint's is.
         device: where parameters live; random ones are made there.
-        max_model_len: positions the rotary tables cover; with longrope also which factors are used.
+        max_model_len: tokens of the longest sequence; see `worker.model.rope`.
         rope_theta: replaces the checkpoint's base of the rotary embedding.
         seed: of `random:` weights.
         progress: called with bytes of the checkpoint read and their sum.
@@ -75,7 +75,7 @@ def _with_theta(config: ModelConfig, rope_theta: float | None) -> ModelConfig:
 
 
 def _fill_from_checkpoint(model: CausalLM, source: ModelSource, progress: Progress | None) -> None:
-    config, layout = model.config, LAYOUTS[model.config.architecture]
+    config, layout = model.config, ARCHITECTURES[model.config.architecture]
     if source.kind == "gguf":
         # Not at the top: the gguf library takes a quarter of a second that other kinds needn't pay.
         from worker.weights.gguf_tensors import read_gguf
