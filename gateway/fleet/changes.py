@@ -63,7 +63,8 @@ class Job:
     ) -> None:
         self._site = site
         self._before = {entry.name: entry for entry in before.models}
-        self._gateway_before = before.gateway
+        self._running = before
+        self._unwritten = False
         self._wanted = {entry.name: entry for entry in wanted.models}
         self._fleet = _without_swaps(before, wanted, {model.name for model in applying.plan.swaps})
         self._slugs = slugs
@@ -92,6 +93,8 @@ class Job:
     async def run(self) -> FleetFile:
         """Returns the file that the fleet runs by from now on."""
         for stage in self._stages:
+            if self._unwritten:
+                return self._running
             await asyncio.gather(*(self._do(step, action) for step, action in stage))
         return self._fleet
 
@@ -102,16 +105,24 @@ class Job:
             step.state = "done"
         except StepFailed as error:
             step.state, step.detail = "failed", str(error)
+        except OSError as error:
+            step.state, step.detail = "failed", _unwritten(error)
 
     # --- gateways
 
     async def _announce(self, step: Step) -> None:
-        """Names first to workers, which must know them when gateways do."""
+        """Names first to workers, which must know them when gateways do. A file that can't be written down
+        changes nothing else."""
         for entry in self._fleet.models:
             if entry.name in self._before:
                 await self._tell_names(entry, self._before[entry.name], step)
                 self._configure(entry)
-        await self._taken(self._site.adopt(self._fleet), step)
+        try:
+            digest = self._site.adopt(self._fleet)
+        except OSError:
+            self._unwritten = True
+            raise
+        await self._taken(digest, step)
 
     def _configure(self, entry: ModelEntry) -> None:
         """What the file says of the model, without touching its processes."""
@@ -178,7 +189,7 @@ class Job:
             replaced.append(unit)
             problem = await self._replaced(unit)
             if problem is not None:
-                self._fleet = self._fleet.model_copy(update={"gateway": self._gateway_before})
+                self._fleet = self._fleet.model_copy(update={"gateway": self._running.gateway})
                 self._site.adopt(self._fleet)
                 for one in replaced:
                     await self._replaced(one)
@@ -315,6 +326,10 @@ def swap_request(model: ModelPlan, wanted: ModelEntry, options: Options) -> Star
     changed = [change.key.removeprefix(prefix) for change in model.changes if change.key.startswith(prefix)]
     values = wanted.worker.model_dump()
     return StartRequest(source=wanted.source, set={name: values[name] for name in changed}, options=options)
+
+
+def _unwritten(error: OSError) -> str:
+    return f"{error.filename or 'a file of the state directory'} can't be written: {error.strerror}"
 
 
 def _note_cut(step: Step, cut: int) -> None:

@@ -85,7 +85,7 @@ class Supervisor:
             slots = [slot.name for slot in [*self._slots, *self._other_slots()]]
             with self._hosting.open(slots, self._gateways):
                 self._gateways_differ = _differ(self.state.config, self._fleet)
-                self._write_snapshot()
+                self._write_snapshot(self._fleet)
                 yield self
         finally:
             self.state.release()
@@ -100,9 +100,9 @@ class Supervisor:
         slugs = slugs_of(self._fleet.models)
         return [slot for entry in self._fleet.models for slot in slots_for(entry, slugs[entry.name], "b")]
 
-    def _write_snapshot(self) -> int:
+    def _write_snapshot(self, fleet: FleetFile) -> int:
         """Restarted gateways must get the fleet file as it was checked, whatever happens to it meanwhile."""
-        snapshot = json.dumps(self._fleet.model_dump(), default=str, indent=1).encode()
+        snapshot = json.dumps(fleet.model_dump(), default=str, indent=1).encode()
         write_private(self.state.config, snapshot)
         return digest(snapshot)
 
@@ -170,7 +170,9 @@ class Supervisor:
         return Applier(site, self._fleet.model_copy(update={"supervisor": supervisor}), slugs)
 
     def _adopt(self, fleet: FleetFile) -> int:
-        """From now on this is the fleet file. Returns the digest of what gateways read of it."""
+        """From now on this is the fleet file. Returns the digest of what gateways read of it. OSError when it
+        can't be written down, and isn't so."""
+        found = self._write_snapshot(fleet)
         old, new, timing = self._fleet.supervisor, fleet.supervisor, self._timing
         if old.start_timeout != new.start_timeout:
             timing = dataclasses.replace(timing, start_stall=new.start_timeout)
@@ -181,7 +183,7 @@ class Supervisor:
             self._units.set_timing(timing)
         self._fleet = fleet
         self._commands = self._workers.commands = self._commands.of(fleet)
-        return self._write_snapshot()
+        return found
 
     @property
     def _outlived(self) -> bool:
@@ -295,7 +297,7 @@ class Supervisor:
         try:
             self.state.mend()
             if not self.state.config.exists():
-                self._write_snapshot()
+                self._write_snapshot(self._fleet)
         except Conflict as error:
             log.error("%s: this one ends", error)
             if not self._stop.is_set():

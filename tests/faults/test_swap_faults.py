@@ -188,8 +188,16 @@ def fill_disk(fleet: Fleet, full: bool) -> None:
     resource.prlimit(fleet.pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
 
 
-def test_on_a_full_disk_nothing_begins_and_what_goes_on_waits_for_room(fleet: Fleet) -> None:
+def test_on_a_full_disk_nothing_begins_and_what_goes_on_waits_for_room(fleet: Fleet, apply: Any) -> None:
     fill_disk(fleet, True)
+    file = fleet.path.read_text()
+    fleet.path.write_text(file + N.replace("name: n", "name: more"))
+    result = apply(fleet)
+    assert (result.exit_code, "can't be written: File too large" in result.output) == (7, True), result.output
+    assert set(fleet.workers()) == {"m-0", "n-0"}
+    fleet.path.write_text(file)
+    result = apply(fleet)
+    assert "nothing to change" in result.output, "the failed one has changed something"
     error = refused(lambda: fleet.start(**STAYS))
     assert (error.exit_code, "the rollout's state can't be written" in str(error)) == (1, True)
     assert "has no rollout" in str(refused(fleet.rollout))
