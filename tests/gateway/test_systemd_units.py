@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +14,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from gateway.cli.systemd import systemd as systemd_command
-from gateway.config import FleetFile, load_fleet
+from gateway.config import ENV_PREFIX, FleetFile, load_fleet
+from gateway.fleet import nginx
 from gateway.fleet.errors import InvalidFleet
 from gateway.fleet.ledger import Machine, make_ledger
 from gateway.fleet.systemd import (
@@ -29,6 +31,7 @@ from gateway.fleet.systemd import (
     warnings,
     word,
 )
+from tests.conftest import ROOT
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -103,6 +106,25 @@ def test_a_worker_on_a_card_may_load_its_weights(tmp_path: Path) -> None:
     assert limit > worker.estimate.weights + (4 << 30)
 
 
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variables that units lack, of which a rendering warns."""
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_the_fleet_file_of_the_walk_through_is_one_for_systemd_and_nginx() -> None:
+    file = ROOT / "configs" / "service.yaml"
+    fleet = load_fleet(file, check_sources=False)
+    options = SystemdOptions(file, ROOT, user_manager=True)
+    assert set(render(fleet, options)) == set(UNITS)
+    assert "server 127.0.0.1:8000 " in nginx.render(fleet, nginx.NginxOptions(standalone=True))
+    assert [*fleet.warnings(), *warnings(fleet, options, None)] == []
+    assert list(nginx.warnings(fleet, nginx.NginxOptions())) == []
+
+
+@pytest.mark.usefixtures("bare_environment")
 @pytest.mark.parametrize(("user", "is_one"), [("root", True), ("nobody-by-this-name", False)])
 def test_that_the_user_is_still_to_be_made_is_said(tmp_path: Path, user: str, is_one: bool) -> None:
     file = fleet_file(tmp_path)
