@@ -32,7 +32,7 @@ ibid. 34, 1963). Differences smaller than `INDIFFERENT` seconds are nobody's con
 
 Looking again and again raises the chance of a false alarm. It stays below one in a hundred for a canary that
 is as good as the primary (tests/gateway/test_judge.py tries that), because the limits leave room: a ratio of
-1 is tested against 1.5.
+1 is tested against 1.5. Times of requests that come together, as probes do, tell as much as one of them.
 """
 
 from __future__ import annotations
@@ -155,20 +155,23 @@ def judge(
     limits: Limits,
     *,
     step: tuple[Window, Window] | None = None,
+    together: int = 1,
     reference: Reference = "same interval",
     before: Verdict | None = None,
 ) -> Verdict:
     """The verdict on one interval; `before`: the last one on the same step, which stands if it is a failure.
-    `step`: the present step's part of canary and primary, where these are of more than that.
+    `step`: the present step's part of canary and primary, where these are of more than that. `together`: so
+    many requests came at a time, and their times depend on each other: they may be worth as much as one.
 
     At 100 % the primary has no users to be compared on. There, `primary` is what it did before the rollout,
     when it carried the load that the canary carries now, and `reference` says so.
     """
     if before is not None and before.outcome == "fail":
         return before
-    measures = _measures(canary, primary, limits, limits.min_requests)
+    measures = _measures(canary, primary, limits, limits.min_requests, together)
     if step is not None:
-        measures = tuple(map(_worse, measures, _measures(*step, limits, step_least(limits))))
+        of_step = _measures(*step, limits, step_least(limits), together)
+        measures = tuple(map(_worse, measures, of_step))
     for outcome in ("fail", "hold"):
         reasons = [measure.reason for measure in measures if measure.outcome == outcome]
         if reasons:
@@ -177,12 +180,14 @@ def judge(
     return Verdict(outcome="pass", reason="within all limits", measures=measures, reference=reference)
 
 
-def _measures(canary: Window, primary: Window, limits: Limits, least: int) -> tuple[Measure, ...]:
+def _measures(
+    canary: Window, primary: Window, limits: Limits, least: int, together: int
+) -> tuple[Measure, ...]:
     return (
         _crashes(canary),
         _errors(canary, primary, limits.max_error_rate, least),
-        _times("ttft", canary.ttft, primary.ttft, limits.max_ttft_ratio, least),
-        _times("tpot", canary.tpot, primary.tpot, limits.max_tpot_ratio, least),
+        _times("ttft", canary.ttft, primary.ttft, limits.max_ttft_ratio, least, together),
+        _times("tpot", canary.tpot, primary.tpot, limits.max_tpot_ratio, least, together),
     )
 
 
@@ -244,7 +249,12 @@ _WORDS: dict[str, tuple[str, str]] = {
 
 
 def _times(
-    name: Literal["ttft", "tpot"], canary: dict[int, int], primary: dict[int, int], limit: float, least: int
+    name: Literal["ttft", "tpot"],
+    canary: dict[int, int],
+    primary: dict[int, int],
+    limit: float,
+    least: int,
+    together: int,
 ) -> Measure:
     """Compares two histograms: see the module."""
     n, m = sum(canary.values()), sum(primary.values())
@@ -266,15 +276,15 @@ def _times(
         seconds = seconds_of(bucket)
         return bucket_of(max(seconds * limit, seconds + INDIFFERENT[name]))
 
-    share, p = rank_sum(canary, primary, allowed)
+    share, p = rank_sum(canary, primary, allowed, together)
     edge = quantile_bucket(primary, TAIL)
     slow, slow_before = above(canary, allowed(edge)), above(primary, edge)
     tail = slow / n
-    p_tail = fisher_tail(slow, n, slow_before, m)
+    p_tail = fisher_tail(*(round(count / together) for count in (slow, n, slow_before, m)))
     ratio = median_ratio(canary, primary)
     slower = f"{late}: {ratio:.2f} times the primary's, limit {limit:g}"
     straggling = f"{late}: {tail:.0%} are over {limit:g} times the primary's 95th percentile"
-    findings = [(slower, p)] * (share > 0.5) + [(straggling, p_tail)] * (tail > 1 - TAIL and slow > 1)
+    findings = [(slower, p)] * (share > 0.5) + [(straggling, p_tail)] * (tail > 1 - TAIL and slow > together)
     outcome: Outcome = "pass"
     reason = f"{plural}: {ratio:.2f} times the primary's"
     if findings:

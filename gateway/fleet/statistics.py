@@ -53,13 +53,15 @@ def median_ratio(canary: dict[int, int], primary: dict[int, int]) -> float:
 
 
 def rank_sum(
-    canary: dict[int, int], primary: dict[int, int], allowed: Callable[[int], int]
+    canary: dict[int, int], primary: dict[int, int], allowed: Callable[[int], int], together: int = 1
 ) -> tuple[float, float]:
     """(share, p) of the canary's times against what is `allowed` for the primary's.
 
     `share`: of all pairs those in which the canary's is the longer, ties by half. `p`: the one-sided chance
     of such a share or more if both were alike, by the normal approximation with ties and continuity
     corrected; it errs towards 1 where samples are few (5 against 5 can just reach 0.01, 4 against 4 can't).
+    `together`: so many samples come at a time and may be as good as one (the design effect of clusters:
+    Kish, Survey Sampling, 1965); p is then that of so many times fewer.
     """
     other: dict[int, int] = {}
     for bucket, count in primary.items():
@@ -76,7 +78,7 @@ def rank_sum(
     share = u / (n * m)
     if variance <= 0:  # all in one bucket
         return share, 1.0
-    z = (u - n * m / 2 - 0.5) / math.sqrt(variance)
+    z = (u - n * m / 2 - 0.5) / math.sqrt(variance * together)
     return share, 0.5 * math.erfc(z / math.sqrt(2))
 
 

@@ -8,6 +8,7 @@ now: that changes with each step, and one user alone, who asks without end, is a
 from __future__ import annotations
 
 from gateway.fleet.driver.measure import Sample
+from gateway.fleet.driver.probing import AT_ONCE
 from gateway.fleet.judge import Limits, Reference, Verdict, Window, judge, step_least
 
 
@@ -28,7 +29,9 @@ def verdict_on(
         return judge(canary.by_users(), other, limits, reference=reference, before=last)
     if primary.probes.every.requests:
         return _by_probes(canary, primary, limits, last)
-    return judge(canary.by_probes(), before.by_probes(), limits, reference="before the rollout", before=last)
+    known = before.by_probes()
+    reference = "before the rollout"
+    return judge(canary.by_probes(), known, limits, together=AT_ONCE, reference=reference, before=last)
 
 
 def _by_probes(canary: Sample, primary: Sample, limits: Limits, last: Verdict | None) -> Verdict:
@@ -39,7 +42,7 @@ def _by_probes(canary: Sample, primary: Sample, limits: Limits, last: Verdict | 
         step, at_a_time = canary.by_probes(even), primary.by_probes(even)
         whole = step + canary.earlier.seen(even), at_a_time + primary.earlier.seen(even)
         pair = step, at_a_time if other is None else other
-        return judge(*whole, limits, step=pair, reference=reference, before=last)
+        return judge(*whole, limits, step=pair, together=AT_ONCE, reference=reference, before=last)
 
     verdicts = [verdict("same interval"), verdict("even load", even=True)]
     every, even = verdicts

@@ -1,8 +1,8 @@
 """Requests of the driver's own, for as long as a new version has too few users to be judged by.
 
 They come in small rounds, which cost a worker little more than one request does. Those of a round share the
-worker's steps, so their times depend on each other: fewer are worth as much as they seem. The judge's limits
-leave room for that (tests/gateway/test_judge.py tries it).
+worker's steps, so their times depend on each other: a round may be worth no more than one request, and the
+judge counts it as that.
 """
 
 from __future__ import annotations
