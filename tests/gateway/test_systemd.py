@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +112,20 @@ class Fleet:
     def until_ready(self, **generations: int) -> dict[str, UnitStatus]:
         def ready() -> dict[str, UnitStatus] | None:
             units = self.units()
-            is_ready = bool(units) and all(self.is_ready(unit) for unit in units.values())
             wanted = {slot.replace("_", "-"): number for slot, number in generations.items()}
             is_there = all(
                 slot in units and units[slot].generation >= number for slot, number in wanted.items()
             )
-            return units if is_ready and is_there else None
+            return units if units and is_there and self.are_ready(units.values()) else None
 
         return self.until(ready)
 
-    def is_ready(self, unit: UnitStatus) -> bool:
+    def are_ready(self, units: Collection[UnitStatus]) -> bool:
         """For the supervisor, and for systemd, which is told a moment later."""
-        name = f"pagefleet-{unit.role}@{unit.slot}.service"
-        return unit.state == "ready" and self.manager.show(name, "ActiveState")["ActiveState"] == "active"
+        if any(unit.state != "ready" for unit in units):
+            return False
+        names = [f"pagefleet-{unit.role}@{unit.slot}.service" for unit in units]
+        return self.manager.call("is-active", *names, check=False).split() == ["active"] * len(names)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + PATIENCE

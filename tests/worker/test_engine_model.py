@@ -77,9 +77,11 @@ def test_with_preemption_and_a_pool_full_of_nan(demo_model: Path, prompts: list[
         assert llm.stats.preemptions > 0
 
 
-def test_penalties_logprobs_and_seeds_survive_preemption(demo_model: Path, prompts: list[dict[str, Any]]):
+def test_penalties_logprobs_and_seeds_survive_preemption(
+    llm: LLM, demo_model: Path, prompts: list[dict[str, Any]]
+):
     longest = max(len(p["prompt_ids"]) for p in prompts) + 32
-    few = {"num_gpu_blocks_override": 1 + 2 * -(-longest // 16)}
+    pages = 1 + 2 * -(-longest // 16)
     params = [
         SamplingParams(
             temperature=0.9,
@@ -94,12 +96,14 @@ def test_penalties_logprobs_and_seeds_survive_preemption(demo_model: Path, promp
         )
         for i in range(len(prompts))
     ]
-    results = []
-    for options in ({"kv_cache_memory_bytes": "256MiB"}, few):
-        with LLM(str(demo_model), **options, **ONE_THREAD) as llm:
-            results.append(llm.generate([p["prompt_ids"] for p in prompts], params))
-            assert (llm.stats.preemptions > 0) == (options is few)
-    for plenty, scarce in zip(*results):
+    llm.reset_prefix_cache()
+    before = llm.stats.preemptions
+    undisturbed = llm.generate([p["prompt_ids"] for p in prompts], params)
+    assert llm.stats.preemptions == before
+    with LLM(str(demo_model), num_gpu_blocks_override=pages, **ONE_THREAD) as short_of_pages:
+        preempted = short_of_pages.generate([p["prompt_ids"] for p in prompts], params)
+        assert short_of_pages.stats.preemptions > 0
+    for plenty, scarce in zip(undisturbed, preempted, strict=True):
         assert plenty.outputs[0].token_ids == scarce.outputs[0].token_ids
         for a, b in zip(plenty.outputs[0].logprobs or [], scarce.outputs[0].logprobs or [], strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
