@@ -12,11 +12,11 @@ import click
 import msgspec
 
 from gateway.cli.change_display import News
-from gateway.cli.common import call_supervisor, count_of, fail, print_json
+from gateway.cli.common import ask_supervisor, call_supervisor, count_of, fail, print_json
 from gateway.config import FleetFile
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.applying_routes import ApplyRequest
-from gateway.fleet.commands import slots_of
+from gateway.fleet.commands import Slot, slots_for, slots_of, slugs_of
 from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, FleetError
 from gateway.fleet.ledger import make_ledger, this_machine
 from gateway.fleet.reconcile import Change, Effect, ModelPlan, Plan
@@ -24,6 +24,7 @@ from gateway.fleet.rollout import Options
 from gateway.fleet.rollout.model import EXIT_ROLLED_BACK
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.steps import Applying
+from gateway.fleet.versions import entry_of
 
 EXIT_DOES_NOT_FIT = 5
 EXIT_DETACHED = 130
@@ -104,11 +105,12 @@ def check_memory(state: StateDir, fleet: FleetFile, plan: Plan) -> bool:
         return False
     going = set(plan.by_action("removed"))
     gone = [slot for slot in slots_of(_running_fleet(state)) if slot.entry.name in going] if going else []
+    there = [*slots_of(fleet), *_standbys(state)]
     try:
         machine = this_machine()
-        problems = make_ledger(fleet, machine, [*slots_of(fleet), *gone]).problems
+        problems = make_ledger(fleet, machine, [*there, *gone]).problems
         if problems and gone:
-            problems = make_ledger(fleet, machine).problems
+            problems = make_ledger(fleet, machine, there).problems
             if not problems:
                 return True
     except FleetError as error:
@@ -118,6 +120,20 @@ def check_memory(state: StateDir, fleet: FleetFile, plan: Plan) -> bool:
     if problems:
         fail("nothing was changed", EXIT_DOES_NOT_FIT)
     return False
+
+
+def _standbys(state: StateDir) -> list[Slot]:
+    """Of rollouts that are under way: they are there as well, though no fleet file tells of them."""
+    status = ask_supervisor(state, "GET", "/status")
+    under_way = [one for one in status.rollouts if not one.terminal] if status is not None else []
+    entries = {entry.name: entry for entry in _running_fleet(state).models} if under_way else {}
+    slugs = slugs_of(list(entries.values()))
+    return [
+        slot
+        for one in under_way
+        if one.model in entries
+        for slot in slots_for(entry_of(entries[one.model], one.new), slugs[one.model], "b")
+    ]
 
 
 def _running_fleet(state: StateDir) -> FleetFile:

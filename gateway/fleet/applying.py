@@ -28,7 +28,7 @@ class Applier:
         self._fleet = fleet
         self._slugs = dict(slugs)
         self._task: asyncio.Task[None] | None = None
-        self._checking = False
+        self._checking = self._is_closed = False
         self.latest: Applying | None = None
 
     def plan(self, wanted: FleetFile) -> Plan:
@@ -44,11 +44,13 @@ class Applier:
         """Begins; `latest` says how far it is. `options`: of the rollouts that it takes; `removed_first`: the
         memory of models that go is needed for those that come. SwapError when it can't be done while the
         fleet runs, or something else is changing it; nothing has changed then."""
+        self._refuse_at_the_end()
         if self._checking:
             raise SwapError("the fleet is about to be changed; try again when that is over")
         self._checking = True
         try:
             plan = await self.check(wanted, options)
+            self._refuse_at_the_end()
             self._refuse_busy(plan)  # somebody may have begun a rollout meanwhile
             changed = (*plan.by_action("changed"), *plan.by_action("removed"))
             self._site.rollouts.reserve(changed)
@@ -75,6 +77,7 @@ class Applier:
 
     async def aclose(self) -> None:
         """Leaves the change as it is: the fleet ends."""
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -102,6 +105,10 @@ class Applier:
                     swap.exit_code,
                 )
         return plan
+
+    def _refuse_at_the_end(self) -> None:
+        if self._is_closed:
+            raise SwapError("the fleet is ending; nothing was changed")
 
     def _refuse_busy(self, plan: Plan) -> None:
         busy = [line for model in plan.models if (line := self._busy(model.name, model.action))]

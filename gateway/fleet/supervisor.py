@@ -74,7 +74,7 @@ class Supervisor:
         self._leave = asyncio.Event()
         self._quick = False
         self._units: Units | None = None
-        self._gateways_differ = False
+        self._gateways_differ = self._is_displaced = False
         self._renewals: dict[str, asyncio.Task[None]] = {}
 
     @contextlib.contextmanager
@@ -299,12 +299,14 @@ class Supervisor:
             if not self.state.config.exists():
                 self._write_snapshot(self._fleet)
         except Conflict as error:
-            log.error("%s: this one ends", error)
-            if not self._stop.is_set():
+            if self._is_displaced and not self._stop.is_set():
+                log.error("%s: this one ends", error)
                 self.request_stop()
+            self._is_displaced = True  # who only looks, as `pagefleet down` does, is gone at the next look
             return
         except (OSError, InvalidFleet):  # a full disk; the next round tries again
             return
+        self._is_displaced = False
         for status in self._workers.unreachable():
             task = self._renewals.get(status.slot)
             if task is None or task.done():

@@ -9,7 +9,7 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from click.testing import CliRunner, Result
 from gateway.cli import main as pagefleet
 from gateway.cli import reconfigure
 from gateway.cli.swap_client import SwapRefused, Swaps
+from gateway.config import FleetFile
+from gateway.fleet.commands import Slot
 from gateway.fleet.driver import driver as driving
 from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.driver.records import Records
+from gateway.fleet.ledger import Ledger, Machine
 from gateway.fleet.rollout import Options, Rollout, Version
 from tests.faults.nursery import Fleet, Nursery
 from tests.gateway.redis_server import RedisServer
@@ -83,16 +86,29 @@ def test_two_swaps_are_not_promised_the_same_memory(fleet: Fleet) -> None:
 
 
 @pytest.fixture
-def apply(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(reconfigure, "make_ledger", no_ledger)
+def ledger(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The slots that `config apply` has asked about, each time."""
+    asked: list[set[str]] = []
 
+    def make_ledger(fleet: FleetFile, machine: Machine, slots: Sequence[Slot]) -> Ledger:
+        asked.append({slot.name for slot in slots})
+        return no_ledger()
+
+    monkeypatch.setattr(reconfigure, "make_ledger", make_ledger)
+    return asked
+
+
+@pytest.fixture
+def apply(ledger: list[set[str]]) -> Any:
     def run(fleet: Fleet) -> Result:
         return CliRunner().invoke(pagefleet, ["config", "apply", str(fleet.path)])
 
     return run
 
 
-def test_a_swap_and_config_apply_keep_out_of_each_others_way(fleet: Fleet, apply: Any) -> None:
+def test_a_swap_and_config_apply_keep_out_of_each_others_way(
+    fleet: Fleet, apply: Any, ledger: list[set[str]]
+) -> None:
     file = fleet.path.read_text()
     fleet.close_gate("frozen")  # gateways don't take the new file yet
     fleet.path.write_text(file.replace("name: n,", "name: n, replicas: 2,").replace("[nick]", "[nick, also]"))
@@ -109,13 +125,14 @@ def test_a_swap_and_config_apply_keep_out_of_each_others_way(fleet: Fleet, apply
 
     fleet.start("fake/new__ok", **STAYS)
     fleet.until_phase("judging")
-    os.kill(fleet.process("m-alt-0"), signal.SIGSTOP)  # so that it isn't missed yet when it is killed
-    fleet.path.write_text(fleet.path.read_text().replace("replicas: 2,", "replicas: 1,"))
+    fleet.path.write_text(fleet.path.read_text().replace("replicas: 2,", "replicas: 3,"))
     result = apply(fleet)  # n alone changes
-    assert (result.exit_code, "m" in result.output.split()) == (0, False), result.output
+    assert result.exit_code == 0, result.output
+    assert ledger[-1] == {"m-0", "m-alt-0", "n-0", "n-1", "n-2"}
+    assert fleet.rollout().phase == "judging"
     os.kill(fleet.process("m-alt-0"), signal.SIGKILL)
     assert fleet.over().phase == "rolled_back"
-    assert fleet.workers() == {"m-0": "ready", "n-0": "ready"}
+    assert set(fleet.workers()) == {"m-0", "n-0", "n-1", "n-2"}
 
 
 def test_what_a_younger_fleet_file_says_is_not_undone(fleet: Fleet) -> None:
@@ -264,8 +281,14 @@ def test_a_fleet_that_goes_down_in_the_middle_takes_it_up_again(fleet: Fleet) ->
     fleet.close_gate("ready")
     fleet.start(strategy="recreate", **STAYS)
     fleet.until_phase("starting")
-    fleet.down()
+    fleet.close_gate("end")  # who runs takes a while to end
+    os.kill(fleet.pid, signal.SIGTERM)
+    fleet.until(lambda: "stopping" in fleet.workers().values())
+    for ask in (lambda: fleet.start(model="n"), lambda: fleet.swaps.command("m", "abort")):
+        error = refused(ask)
+        assert (error.exit_code, "the fleet is ending" in str(error)) == (6, True)
     fleet.open_gates()
+    fleet.until(lambda: not fleet.lives)
     fleet.up()
     fleet.until_phase("judging")
     assert [(one.slot, one.weight_bp) for one in fleet.routes().targets] == [("m-alt-0", 10_000)]

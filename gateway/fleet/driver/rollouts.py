@@ -44,7 +44,7 @@ class Rollouts:
         self._starting: set[str] = set()
         self._reserved: set[str] = set()
         self._redis_down = False
-        self._is_running = False
+        self._is_running = self._has_ended = False
         self._room = asyncio.Lock()  # what one rollout is promised, the next one must see as taken
         site.workers.watchers.append(self._unit_changed)
 
@@ -79,6 +79,7 @@ class Rollouts:
                     await stack.enter_async_context(watch(self._fleet.gateway.redis_url, self._redis))
                 await asyncio.Event().wait()
         finally:
+            self._is_running, self._has_ended = False, True
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
@@ -177,6 +178,7 @@ class Rollouts:
     @contextlib.contextmanager
     def _one_at_a_time(self, model: Model) -> Iterator[None]:
         """While the ledger is asked, nobody else may begin."""
+        self._refuse_at_the_end()
         if model.entry.name in self._starting:
             raise SwapError(f"a rollout of {model.entry.name} is about to start")
         if model.entry.name in self._reserved:
@@ -187,7 +189,12 @@ class Rollouts:
         finally:
             self._starting.discard(model.entry.name)
 
+    def _refuse_at_the_end(self) -> None:
+        if self._has_ended:
+            raise SwapError("the fleet is ending; what is under way goes on when it is up again")
+
     def _begin(self, model: Model, asked: e.Start | e.Undo) -> Rollout:
+        self._refuse_at_the_end()
         answer = command(model.rollout, asked, time.time())
         if isinstance(answer, Refusal):
             raise SwapError.of(answer)
@@ -203,6 +210,7 @@ class Rollouts:
 
     def command(self, name: str, asked: e.Command) -> Rollout:
         """Pause, resume, promote or abort. SwapError when it is refused."""
+        self._refuse_at_the_end()
         model = self.models.named(name)
         refusal: Refusal | None
         if model.driver is not None:
