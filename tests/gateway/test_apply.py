@@ -181,7 +181,7 @@ async def test_what_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
         assert (result.exit_code, f"rollout {rollout.id} of m isn't over" in result.output) == (6, True)
         where = ("--state-dir", fleet.state.root)
         shown = await run("status", *where)
-        assert re.search(rf"m: rollout {rollout.id} is \w+, 0 % of the users on late-30", shown.output)
+        assert re.search(rf"m: rollout {rollout.id} is \w+, 0% of the users on late-30", shown.output)
         page = json.loads((await run("top", "--json", "-n", "0.2", *where)).stdout)
         assert [one["id"] for one in page["rollouts"]] == [rollout.id]
         assert fleet.state.config.read_bytes() == snapshot

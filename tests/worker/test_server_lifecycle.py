@@ -52,11 +52,11 @@ class Worker:
 
     def exit(self) -> tuple[int, str]:
         """Exit code and log, once it has ended."""
-        _, log = self.process.communicate(timeout=60)
+        _, log = self.process.communicate(timeout=150)
         return self.process.returncode, log
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 150.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "the condition did not come to hold"
@@ -105,7 +105,7 @@ def stream_in_background(worker: Worker) -> tuple[threading.Thread, list[str], t
 
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*FAKE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*FAKE, *arguments], capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_port_in_use_is_exit_2_that_says_so() -> None:
