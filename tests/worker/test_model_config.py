@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
+from contracts.options import WorkerOptions
+from worker.engine.sizes import EngineError, resolve_sizes
 from worker.model.config import (
     DivisorScaling,
     LinearScaling,
@@ -259,6 +261,14 @@ def test_longest_sequence(base: dict[str, Any], rope: dict[str, Any] | None, len
     assert config_from_hf({**base, "rope_scaling": rope}).context_length == length
 
 
+def test_more_than_the_longest_is_refused_with_the_reason() -> None:
+    config = config_from_hf({**QWEN25, "rope_scaling": YARN})
+    assert resolve_sizes(config, WorkerOptions(max_model_len=131072), on_gpu=False).max_model_len == 131072
+    reason = r"131073 is longer than the 131072 .*max_position_embeddings 32768, yarn rope scaling"
+    with pytest.raises(EngineError, match=reason):
+        resolve_sizes(config, WorkerOptions(max_model_len=131073), on_gpu=False)
+
+
 @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
 def test_older_names_of_longrope_in_phi3(kind: str) -> None:
     named = {**PHI3_128K["rope_scaling"], "type": kind}  # type: ignore[dict-item]
@@ -338,6 +348,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rope parameter": (LLAMA31, {"rope_scaling": {**SCALING, "alpha": 1000}}, "rope alpha 1000"),
     "yarn weight": (QWEN25, {"rope_scaling": {**YARN, "attn_factor": 0.5}}, "rope attn_factor 0.5"),
     "yarn theta": (QWEN25, {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta above 1"),
+    "yarn without factor": (QWEN25, {"rope_scaling": {"type": "yarn"}}, "rope factor must be"),
     "yarn factor": (QWEN25, {"rope_scaling": {**YARN, "factor": -1}}, "rope factor"),
     "dynamic factor": (LLAMA31, {"rope_scaling": {"rope_type": "dynamic"}}, "rope factor"),
     "longrope of two": (

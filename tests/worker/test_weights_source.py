@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no weights": ({}, [], r"no \*\.safetensors"),
     "pickle": ({}, ["pytorch_model.bin"], r"pytorch_model\.bin: pickle checkpoints are refused because"),
     "architecture": ({"architectures": ["BertModel"]}, ["a.safetensors"], "'BertModel' is not supported"),
-    "rope": ({"rope_scaling": {"type": "yarn"}}, ["a.safetensors"], "rope scaling 'yarn'"),
+    "rope": ({"rope_scaling": {"type": "ntk"}}, ["a.safetensors"], "rope scaling 'ntk'"),
     "awq": ({"quantization_config": {"quant_method": "awq"}}, ["a.safetensors"], "quantization_config"),
 }
 
@@ -152,8 +152,8 @@ def test_paths_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gguf_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="split GGUF"):
         resolve_source(str(gguf_file(tmp_path / "a.gguf", {"split.count": 2})))
-    with pytest.raises(SourceError, match="'yarn'"):
-        resolve_source(str(gguf_file(tmp_path / "b.gguf", {"llama.rope.scaling.type": "yarn"})))
+    with pytest.raises(SourceError, match="'ntk'"):
+        resolve_source(str(gguf_file(tmp_path / "b.gguf", {"llama.rope.scaling.type": "ntk"})))
     half = {"rope_freqs.weight": np.ones(16, np.float16)}
     with pytest.raises(SourceError, match=r"rope_freqs\.weight is F16"):
         resolve_source(str(gguf_file(tmp_path / "c.gguf", **half)))

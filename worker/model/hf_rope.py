@@ -72,13 +72,10 @@ def _original(rope: Fields, config: Fields, spec: ArchitectureSpec) -> int:
     return config.integer(key, inside, low=2)
 
 
-def _stretch(rope: Fields, config: Fields, original: int) -> float:
-    return rope.number("factor", config.integer("max_position_embeddings") / original)
-
-
 def _yarn(rope: Fields, config: Fields, spec: ArchitectureSpec) -> YarnScaling:
     original = _original(rope, config, spec)
-    factor = _stretch(rope, config, original)
+    longest = config.integer("max_position_embeddings")
+    factor = rope.number("factor", longest / original if longest > original else None)
     attention = yarn_magnitude(factor)
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
         attention = yarn_magnitude(factor, rope.number("mscale"))
@@ -95,7 +92,7 @@ def _yarn(rope: Fields, config: Fields, spec: ArchitectureSpec) -> YarnScaling:
 
 def _longrope(rope: Fields, config: Fields, spec: ArchitectureSpec) -> LongRopeScaling:
     original = _original(rope, config, spec)
-    factor = _stretch(rope, config, original)
+    factor = rope.number("factor", config.integer("max_position_embeddings") / original)
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongRopeScaling(
         rope.numbers("short_factor"),
