@@ -1,4 +1,4 @@
-"""Normalised queries and keys, and sequences by different parts of the rotary table, compiled for the card."""
+"""Normalised queries and keys, and sequences by different parts of the rotary table, as compiled."""
 
 from __future__ import annotations
 
