@@ -16,11 +16,12 @@ from triton.runtime.jit import JITFunction
 class _Compilers(ThreadPoolExecutor):
     """Threads that also do what is due when a kernel is first launched: compile its launcher, load both."""
 
-    def submit(self, compile):
-        return super().submit(lambda: self._loaded(compile()))
+    def submit(self, fn, /, *args, **kwargs):
+        return super().submit(self._compile, fn, *args, **kwargs)
 
     @staticmethod
-    def _loaded(kernel):
+    def _compile(fn, /, *args, **kwargs):
+        kernel = fn(*args, **kwargs)
         kernel.run  # noqa: B018  (made when first asked for)
         return kernel
 

@@ -35,6 +35,7 @@ from kernels.pdl import begin, prefetch
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 128
+JOINED = 32  # splits at a time
 FEW_SEQS = 8
 PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
 
@@ -397,6 +398,6 @@ def decode_attention_triton(
         _decode_combine_kernel[(num_seqs, q_heads)](
             parts, lse, out, batch.seq_lens, *out.stride()[:2], splits,
             HEADS=q_heads, HEAD_DIM=dim, WINDOW=sliding_window, BLOCK_N=block_n,
-            BLOCK_S=8192 // block_d, BLOCK_D=block_d,
+            BLOCK_S=min(JOINED, 8192 // block_d), BLOCK_D=block_d,
             num_warps=4, **pdl.launch(device),
         )  # fmt: skip
