@@ -27,9 +27,10 @@ from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.driver.records import Records
 from gateway.fleet.ledger import Ledger, Machine
 from gateway.fleet.rollout import Options, Rollout, Version
+from gateway.fleet.rollout.events import Promote
 from tests.faults.nursery import Fleet, Nursery
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.swapping import PATIENCE, no_ledger
+from tests.gateway.swapping import PATIENCE, fleet_file, no_ledger, swapping, users
 
 N = "  - {name: n, source: fake/ok, judge: {min_requests: 5}}\n"
 STAYS: dict[str, Any] = {"hold": 60.0, "probes": False}
@@ -327,6 +328,31 @@ def test_while_redis_is_away_nothing_advances_also_over_a_restart(made: Nursery,
     finally:
         server.kill()
         fleet.kill()
+
+
+@pytest.mark.redis
+async def test_users_notice_nothing_of_a_rollout_that_redis_holds_up(tmp_path: Path) -> None:
+    """Real gateways, which count limits in Redis, or by themselves while it is away."""
+    server = RedisServer(tmp_path / "redis").start()
+    limits = "limits: {default: {concurrency: 1000}, on_redis_error: local}"
+    path = fleet_file(tmp_path, gateway=f"redis_url: '{server.url}', {limits}")
+    try:
+        async with swapping(path) as fleet, users(fleet.supervisor.url) as load:
+            await fleet.until(lambda: load.served)
+            await fleet.start("fake/ok", steps=(50.0, 100.0), hold=60.0)
+            await fleet.until_phase("judging")
+            server.kill()
+            await fleet.until(lambda: fleet.rollouts.status("m").suspended)
+            served = sum(load.served.values())
+            await fleet.until(lambda: sum(load.served.values()) > served + 30)
+            server.start()
+            await fleet.until(lambda: not fleet.rollouts.status("m").suspended)
+            assert fleet.rollouts.status("m").phase == "judging"
+            fleet.rollouts.command("m", Promote(full=True))
+            assert (await fleet.over()).phase == "completed"
+        assert load.failures == []
+    finally:
+        server.kill()
 
 
 class _Idle:
