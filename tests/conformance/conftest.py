@@ -26,7 +26,7 @@ from worker.text.tokenizer import Tokenizer
 
 MODEL = "smollm2"
 MAX_MODEL_LEN = 512
-START_SECONDS = 100.0
+START_SECONDS = 200.0
 STOP_SECONDS = 60.0
 
 
