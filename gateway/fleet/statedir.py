@@ -88,8 +88,9 @@ class StateDir:
                 f"a fleet is already up in {self.root} (supervisor is process {holder}); "
                 f"`pagefleet down --state-dir {self.root}` stops it; another state_dir can run beside it"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: it is held all the same
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
 
     def is_ours(self) -> bool:
