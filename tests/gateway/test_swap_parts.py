@@ -143,9 +143,10 @@ class _Worker:
         self.target = target
         self.bucket = bucket
         self.probes = 0
+        self.health: dict[str, object] = {}
 
-    async def get(self, _: str) -> dict[str, object]:
-        return {"ttft": {}, "tpot": {}}
+    async def get(self, path: str) -> dict[str, object]:
+        return self.health if path == "/health" else {"ttft": {}, "tpot": {}}
 
     async def timed(self, *_: object) -> Times:
         self.probes += 1
@@ -165,6 +166,15 @@ class _Users:
 
     def inflight(self, model: str, targets: Collection[str]) -> int:
         return sum(self.on.get(target, 0) for target in targets)
+
+
+async def test_a_round_has_no_more_probes_than_a_worker_computes_at_a_time() -> None:
+    new, old = _Worker("new"), _Worker("old")
+    new.health = {"max_num_seqs": 2}
+    prober = probing.Prober(measure.Meter(_Users(), "m"))
+    for _ in range(2):
+        await prober.once([new], [old])  # type: ignore[list-item]
+    assert (new.probes, old.probes) == (4, 4)
 
 
 @pytest.mark.parametrize(("new", "old", "even"), [(0, 0, 1), (1, 0, 0), (1, 1, 1), (0, 5, 1), (2, 1, 0)])

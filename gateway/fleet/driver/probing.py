@@ -21,7 +21,7 @@ from gateway.fleet.judge import Window
 
 LENGTHS = (8, 16, 32)  # tokens of a prompt
 TOKENS = 3  # of an answer
-AT_ONCE = 4  # on each worker
+AT_ONCE = 4  # on each worker; fewer where one of them computes fewer at a time
 PAUSE = 0.02  # seconds between one round and the next
 MANY = 250  # rounds, after which they come once a second
 
@@ -34,6 +34,8 @@ class Prober:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._turn = itertools.count()
+        self._number = itertools.count()
+        self._at_once: int | None = None
         self._salt = os.urandom(4).hex()
 
     async def run(self, new: Sequence[Peer], old: Sequence[Peer], wanted: Callable[[], bool]) -> None:
@@ -48,7 +50,9 @@ class Prober:
     async def once(self, new: Sequence[Peer], old: Sequence[Peer]) -> int:
         """Returns how many rounds there were before."""
         turn = next(self._turn)
-        numbers = range(AT_ONCE * turn, AT_ONCE * (turn + 1))
+        if self._at_once is None:
+            self._at_once = min([AT_ONCE, *await asyncio.gather(*map(_capacity, (*new, *old)))])
+        numbers = list(itertools.islice(self._number, self._at_once))
         asked = [(peer, number) for peer in (*new, *old) for number in numbers]
         before = [self._meter.users(side) for side in (new, old)]
         probes = await asyncio.gather(
@@ -66,6 +70,14 @@ def _beside(before: tuple[int, int], after: tuple[int, int]) -> int:
     """How many requests ran at some time between two readings of what has ended and what is in flight, which
     may be some tenths of a second old."""
     return after[0] - before[0] + max(before[1], after[1])
+
+
+async def _capacity(peer: Peer) -> int:
+    """How many requests it computes at a time."""
+    try:
+        return int((await peer.get("/health")).get("max_num_seqs") or AT_ONCE)
+    except (Lost, Refused):
+        return AT_ONCE
 
 
 async def _probe(peer: Peer, number: int, salt: str) -> Window:
