@@ -83,6 +83,11 @@ def probed(count: int, bucket: int = FAST, *, earlier: int = 0, users: int = 0, 
 
 def test_probes_of_earlier_steps_count_on_but_each_step_is_seen_by_itself() -> None:
     assert verdict_on(probed(5), probed(5), Sample(), LIMITS, None).outcome == "hold"
+    begun = verdict_on(probed(0, earlier=10), probed(0, earlier=10), Sample(), LIMITS, None)
+    assert (begun.outcome, "0 of 5 requests seen by the canary, on this step" in begun.reason) == (
+        "hold",
+        True,
+    )
     whole = probed(5, earlier=10)
     assert verdict_on(whole, whole, Sample(), LIMITS, None).outcome == "pass"
     assert verdict_on(probed(4, earlier=50), whole, Sample(), LIMITS, None).outcome == "hold"

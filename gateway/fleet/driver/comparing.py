@@ -27,7 +27,7 @@ def verdict_on(
         reference: Reference = "same interval" if in_time else "before the rollout"
         other = (primary if in_time else before).by_users()
         return judge(canary.by_users(), other, limits, reference=reference, before=last)
-    if primary.probes.every.requests:
+    if (primary.earlier + primary.probes).every.requests:
         return _by_probes(canary, primary, limits, last)
     known = before.by_probes()
     reference = "before the rollout"
