@@ -29,7 +29,7 @@ _PLAIN = {
     "model_type": "must be a block of keys",
     "model_attributes_type": "must be a block of keys",
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?P<file>/[\w./-]+\.gguf)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-]+)?(?P<file>/[\w./-]+\.gguf)?")
 
 
 def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -136,7 +136,8 @@ def _resolve_source(source: str, bases: tuple[Path, ...]) -> tuple[str, str | No
 
 
 def _may_be_on_the_hub(source: str, bases: tuple[Path, ...]) -> bool:
-    """Whether it is written as `org/name` or `org/name/file.gguf`, and isn't a path with a mistake in it."""
+    """Whether it is written as `org/name` or `org/name/file.gguf`, perhaps with `@revision` behind the name,
+    and isn't a path with a mistake in it."""
     match = _HUB_ID.fullmatch(source)
     if match is None:
         return False

@@ -46,6 +46,12 @@ def test_defaults(tmp_path: Path) -> None:
     assert fleet.warnings() == []
 
 
+@pytest.mark.parametrize("source", ["org/name@v1.0", "org/name@0123abcd/quant/m.gguf", "org/name/m.gguf"])
+def test_models_of_the_hub(source: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"models: [{{name: a, source: {source}}}]\n")
+    assert load_fleet(path).models[0].source == source
+
+
 def test_the_file_of_the_design_parses(tmp_path: Path) -> None:
     """Every block of the documented file, less those that ask for what doesn't exist yet."""
     fleet = load_fleet(

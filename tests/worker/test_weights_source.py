@@ -181,7 +181,9 @@ class HubRequest(SimpleHTTPRequestHandler):
     def answer(self) -> None:
         path = self.path.split("?")[0]
         file = path.removeprefix("/org/model/resolve/").partition("/")[2]
-        if path.startswith("/api/models/org/model/"):
+        if path.endswith("/revision/gone"):
+            self.refuse("RevisionNotFound")
+        elif path.startswith("/api/models/org/model/"):
             self.reply(
                 json.dumps(self.tree() if "/tree/" in path else {"id": "org/model", "sha": COMMIT}).encode()
             )
@@ -189,10 +191,13 @@ class HubRequest(SimpleHTTPRequestHandler):
             self.server.served.add(file)
             self.reply(self.server.files[file], etag=f'"{file.replace("/", "-")}"')
         else:
-            self.send_response(404)
-            self.send_header("x-error-code", "RepoNotFound")
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.refuse("RepoNotFound")
+
+    def refuse(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("x-error-code", code)
+        self.send_header("content-length", "0")
+        self.end_headers()
 
     def tree(self) -> list[dict[str, Any]]:
         files = self.server.files.items()
@@ -282,6 +287,21 @@ def test_hub(hub: Hub, tmp_path: Path) -> None:
     assert found[1].startswith("NotCached ")
     assert "the local cache only: HF_HUB_OFFLINE is set" in found[1]
     assert not hub.served
+
+
+def test_a_certain_revision(hub: Hub, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    sources = ("org/model@v1.2", "org/model@main/quant/m.gguf", "org/model@gone", "org/model@")
+    found = resolve_elsewhere(tmp_path, *sources, HF_ENDPOINT=endpoint)
+    assert found[:2] == ["safetensors", "gguf"]
+    assert found[2].startswith("SourceError org/model@gone: ")
+    assert "RevisionNotFoundError" in found[2]
+    assert "not a hub id (org/name, org/name@revision or org/name/file.gguf)" in found[3]
+    assert (tmp_path / "hf/hub/models--org--model/refs/v1.2").read_text() == COMMIT
+    offline = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "1"}
+    found = resolve_elsewhere(tmp_path, "org/model@v1.2", f"org/model@{COMMIT}", "org/model@v2", **offline)
+    assert found[:2] == ["safetensors"] * 2
+    assert found[2].startswith("NotCached org/model@v2: ")
 
 
 def test_a_hub_that_cannot_be_reached_may_be_later(tmp_path: Path) -> None:

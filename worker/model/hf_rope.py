@@ -27,7 +27,12 @@ SUPPORTED: Final = "linear, dynamic, yarn, llama3, longrope"
 
 def read_rope(config: Fields, head_dim: int, spec: ArchitectureSpec) -> RopeConfig:
     """The rotary embedding of a model with heads of `head_dim` dimensions. Raises UnsupportedModel."""
-    values = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    new, old = config.values.get("rope_parameters"), config.values.get("rope_scaling")
+    if new and old and new != old:
+        raise UnsupportedModel(
+            "rope_parameters and rope_scaling are both there and differ: keep the one you mean"
+        )
+    values = new or old or {}
     if not isinstance(values, Mapping) or any(isinstance(v, Mapping) for v in values.values()):
         raise UnsupportedModel("rope_parameters that differ by layer are not supported")
     beside = ("rope_theta", "partial_rotary_factor")

@@ -150,7 +150,8 @@ class CausalLM:
         def parameters(name: str) -> Tensor | None:
             return named.get(f"layers.{i}.{name}")
 
-        attention = Attention(parameters, config, config.num_heads, config.num_kv_heads, config.window(i))
+        window = config.window(i) if config.window(i) < self._max_model_len else 0  # else it hides nothing
+        attention = Attention(parameters, config, config.num_heads, config.num_kv_heads, window)
         return attention, Mlp(parameters, config)
 
     def first_row(self, length: int) -> int:

@@ -15,8 +15,11 @@ _REPORT_SECONDS = 0.5
 OnProgress = Callable[[int, int], None]
 
 
-def fetch(repo: str, file: str | None, on_progress: OnProgress | None = None) -> Path:
-    """The file, or without one the directory of the model, in the local cache; downloaded if it isn't there.
+def fetch(
+    repo: str, file: str | None, revision: str | None = None, on_progress: OnProgress | None = None
+) -> Path:
+    """The file, or without one the directory of the model, in the local cache; downloaded if it isn't there,
+    and where a download broke off, from there on. `revision`: a branch, tag or commit; None: the main branch.
 
     `on_progress(done, total)`, in bytes, is called twice a second from a thread of its own while something
     comes; total is 0 while it isn't known. Raises whatever the library, the network and the disk bring up.
@@ -25,20 +28,22 @@ def fetch(repo: str, file: str | None, on_progress: OnProgress | None = None) ->
     from huggingface_hub.file_download import repo_folder_name
 
     if on_progress is None:
-        return _download(repo, file)
+        return _download(repo, file, revision)
     bars: list[Any] = []
     blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
     with _reporting(lambda: on_progress(*_state(bars, blobs))):
-        return _download(repo, file, tqdm_class=_bar_class(bars))
+        return _download(repo, file, revision, tqdm_class=_bar_class(bars))
 
 
-def _download(repo: str, file: str | None, **options: Any) -> Path:
+def _download(repo: str, file: str | None, revision: str | None, **options: Any) -> Path:
     import huggingface_hub
 
     if file:
-        return Path(huggingface_hub.hf_hub_download(repo, file, **options))
+        return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, **options))
     return Path(
-        huggingface_hub.snapshot_download(repo, allow_patterns=FILES, ignore_patterns=IGNORED, **options)
+        huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=FILES, ignore_patterns=IGNORED, **options
+        )
     )
 
 

@@ -20,7 +20,9 @@ from worker.weights.hub import OnProgress, fetch
 RANDOM_PREFIX: Final = "random:"
 SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_HUB_ID: Final = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
+_HUB_ID: Final = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w./-]+\.gguf))?"
+)
 
 
 class SourceError(ValueError):
@@ -51,7 +53,8 @@ class ModelSource:
 
 def resolve_source(source: str, on_progress: OnProgress | None = None) -> ModelSource:
     """Find what `source` names: an existing path, `random:CONFIG.json`, a hub id `org/name`, or one GGUF file
-    of a hub repository, `org/name/file.gguf`. The hub is asked only when no such path exists.
+    of a hub repository, `org/name/file.gguf`; `org/name@REVISION` is a certain branch, tag or commit of it.
+    The hub is asked only when no such path exists.
 
     `on_progress(done, total)` hears how many bytes of a download are there (see `worker.weights.hub.fetch`).
 
@@ -184,7 +187,8 @@ def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
     match = _HUB_ID.fullmatch(source)
     if match is None:
         raise SourceError(
-            f"{source}: no such file or directory, and not a hub id (org/name or org/name/file.gguf) either"
+            f"{source}: no such file or directory, and not a hub id (org/name, org/name@revision or "
+            "org/name/file.gguf) either"
         )
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -204,7 +208,7 @@ def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
         HFValidationError,
     )
     try:
-        return fetch(match["repo"], match["file"], on_progress)
+        return fetch(match["repo"], match["file"], match["revision"], on_progress)
     except Exception as error:  # the library lets pass whatever the network, the disk or a mirror brings up
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         kind: type[SourceError]
