@@ -64,7 +64,7 @@ class Job:
         self._site = site
         self._before = {entry.name: entry for entry in before.models}
         self._running = before
-        self._unwritten = False
+        self._adopted = False
         self._wanted = {entry.name: entry for entry in wanted.models}
         self._fleet = _without_swaps(before, wanted, {model.name for model in applying.plan.swaps})
         self._slugs = slugs
@@ -93,9 +93,9 @@ class Job:
     async def run(self) -> FleetFile:
         """Returns the file that the fleet runs by from now on."""
         for stage in self._stages:
-            if self._unwritten:
-                return self._running
             await asyncio.gather(*(self._do(step, action) for step, action in stage))
+            if not self._adopted:
+                return self._running
         return self._fleet
 
     async def _do(self, step: Step, action: Action) -> None:
@@ -111,17 +111,14 @@ class Job:
     # --- gateways
 
     async def _announce(self, step: Step) -> None:
-        """Names first to workers, which must know them when gateways do. A file that can't be written down
-        changes nothing else."""
+        """Names first to workers, which must know them when gateways do. Nothing else is done where that
+        fails, or where the file can't be written down."""
         for entry in self._fleet.models:
             if entry.name in self._before:
                 await self._tell_names(entry, self._before[entry.name], step)
                 self._configure(entry)
-        try:
-            digest = self._site.adopt(self._fleet)
-        except OSError:
-            self._unwritten = True
-            raise
+        digest = self._site.adopt(self._fleet)
+        self._adopted = True
         await self._taken(digest, step)
 
     def _configure(self, entry: ModelEntry) -> None:
@@ -306,8 +303,9 @@ class Job:
         step.say("")
         self._configure(wanted)
         models = tuple(wanted if one.name == model.name else one for one in self._fleet.models)
-        self._fleet = self._fleet.model_copy(update={"models": models})
-        self._site.adopt(self._fleet)
+        fleet = self._fleet.model_copy(update={"models": models})
+        self._site.adopt(fleet)
+        self._fleet = fleet
 
 
 def _without_swaps(before: FleetFile, wanted: FleetFile, swapped: set[str]) -> FleetFile:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -14,10 +18,14 @@ from click.testing import CliRunner, Result
 
 from gateway.cli import main as pagefleet
 from gateway.cli import reconfigure
-from gateway.config import ModelEntry
+from gateway.config import ModelEntry, load_fleet
+from gateway.fleet.changes import Job
 from gateway.fleet.leaving import Leaving
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.observer import Observer
+from gateway.fleet.reconcile import reconcile
+from gateway.fleet.rollout import Options
+from gateway.fleet.steps import Applying
 from gateway.fleet.versions import entry_of, file_version
 from tests.gateway.swapping import TIMING, Swapping, swapping, users
 
@@ -308,3 +316,27 @@ def test_sizes_of_a_version_are_not_rounded() -> None:
     )
     assert entry_of(entry, file_version(entry)) == entry
     assert file_version(entry).worker == {"gpu_memory": 1500 << 20, "gpus": [0]}
+
+
+async def test_what_stops_the_first_step_stops_the_others(tmp_path: Path) -> None:
+    before = load_fleet(write(tmp_path, M + "}"))
+    wanted = load_fleet(write(tmp_path, M + ", limits: {qps: 7}}", "{name: more, source: fake/ok}"))
+    done: list[Any] = []
+
+    def full(entry: ModelEntry) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    models = SimpleNamespace(configure=full, runs=lambda name: before.models[0], variant=lambda name: "")
+    site: Any = SimpleNamespace(
+        workers=SimpleNamespace(slots=lambda *_: []),
+        rollouts=SimpleNamespace(models=models, bring_up=lambda *model: done.append(model)),
+        observer=None,
+        timing=lambda: TIMING,
+        adopt=done.append,
+    )
+    applying = Applying(plan=reconcile(before, wanted, {"m": before.models[0]}), steps=[], started=0.0)
+    job = Job(site, before, wanted, {"m": "m", "more": "more"}, Options(), applying)
+    job.prepare(removed_first=False)
+    assert (await job.run(), done) == (before, [])
+    assert [step.state for step in applying.steps] == ["failed", "waiting"]
+    assert "what m runs can't be written down" in applying.steps[0].detail
