@@ -7,7 +7,6 @@ for each request, and knows no bounded heads, no time limits and no JSON errors.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from functools import lru_cache
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from uvicorn.server import ServerState
 from contracts.errors import ApiError
 from gateway import errors
 from gateway.asgi import Headers, Scope
+from gateway.deadline import Deadline
 from gateway.exchange import Exchange
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
@@ -99,9 +99,7 @@ class ClientProtocol(asyncio.Protocol):
         self._framing_size = 0  # of the pieces since the body last moved: chunk extensions, trailers
         self._body_size = 0  # of the pieces that hold it
         self._body_since = 0.0  # loop time since which they are waited for; 0: none has come yet
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
-        self._due = math.inf  # loop time at which something must have come
+        self._deadline = Deadline(self.loop, self._on_late)  # until when something must have come
 
     # --- asyncio.Protocol
 
@@ -114,8 +112,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._deadline.cancel()
         self.resume_writing()
         self._gone = True
         running, self._running, self._latest = self._running, None, None
@@ -247,7 +244,7 @@ class ClientProtocol(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._asked = False
         self._head_size = 0
-        self._due = math.inf
+        self._deadline.clear()
         if self._latest is not None:
             self._latest.feed_end()
         if not self._serving:  # it was answered before its end
@@ -351,7 +348,7 @@ class ClientProtocol(asyncio.Protocol):
     # --- time limits, refusals
 
     def _expect_within(self, seconds: float) -> None:
-        self._expect_until(self.loop.time() + seconds)
+        self._deadline.set(self.loop.time() + seconds)
 
     def _expect_body(self, size: int) -> None:
         """A piece of the body came, and more must: soon, and all of it at a rate, or a client could keep this
@@ -360,28 +357,11 @@ class ClientProtocol(asyncio.Protocol):
         self._body_since = self._body_since or now
         self._body_size += size
         most = self._body_since + BODY_SECONDS + self._body_size / SLOWEST_BODY
-        self._expect_until(min(now + self._silence, most))
+        self._deadline.set(min(now + self._silence, most))
 
-    def _expect_until(self, due: float) -> None:
-        """Something must come until then. One timer outlives many requests: it looks again when it was set
-        too early."""
-        self._due = due
-        if self._timer is not None and self._timer_at <= self._due:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = self._due
-        self._timer = self.loop.call_at(self._due, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        rest = self._due - self.loop.time()
+    def _on_late(self) -> None:
         if self._refused:
             self._transport.close()
-        elif rest == math.inf:
-            return
-        elif rest > 0:
-            self._expect_within(rest)
         elif self._read_paused or (self._serving and (self._head_open or self._latest is not self._running)):
             self._expect_within(self._silence)  # what is missing isn't the client's fault, or nobody's loss
         elif self._asked:

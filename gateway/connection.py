@@ -15,6 +15,8 @@ from typing import Literal, Protocol, cast
 
 import httptools
 
+from gateway.deadline import Deadline
+
 HIGH_WATER = 256 * 1024  # bytes of one response held here before the worker is made to wait
 JOIN_BELOW = 64 * 1024  # a smaller body goes out in one piece with its head
 _READ = frozenset(
@@ -74,8 +76,7 @@ class Connection(asyncio.Protocol):
         self._busy = False
         self._keep_alive = False
         self._reset_by_worker = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        self._deadline = Deadline(self._loop, self._on_late)
         self._forget_exchange()
 
     def _forget_exchange(self) -> None:
@@ -111,7 +112,7 @@ class Connection(asyncio.Protocol):
         self._head_within = head_within
         self._ends_at = ends_at
         self._moved_at = self._loop.time()
-        self._arm(min(ends_at, self._moved_at + min(head_within, timeouts.idle)))
+        self._deadline.set(min(ends_at, self._moved_at + min(head_within, timeouts.idle)))
         if len(body) < JOIN_BELOW:
             self._transport.write(head + body)
         else:
@@ -232,8 +233,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._deadline.cancel()
         if self._busy and not self.complete:
             unread = self._reset_by_worker or isinstance(exc, (ConnectionResetError, BrokenPipeError))
             self._fail(
@@ -292,17 +292,8 @@ class Connection(asyncio.Protocol):
 
     # --- timers and failures
 
-    def _arm(self, at: float) -> None:
-        """One timer outlives many exchanges: one that is due earlier looks again and is set anew."""
-        if self._timer is not None:
-            if self._timer_at <= at:
-                return
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = self._loop.call_at(at, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
+    def _on_late(self) -> None:
+        """Pieces that came since move the limit only here."""
         if not self._busy:
             return
         now = self._loop.time()
@@ -311,7 +302,7 @@ class Connection(asyncio.Protocol):
         limit = self._timeouts.idle if self._head_done else self._head_within
         due = min(self._ends_at, self._moved_at + limit)
         if now < due:
-            self._arm(due)
+            self._deadline.set(due)
             return
         if now >= self._ends_at:
             what = f"did not finish within {self._timeouts.total:g} s (gateway.timeouts.total)"

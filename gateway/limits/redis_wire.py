@@ -12,6 +12,8 @@ from typing import cast
 
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
+from gateway.deadline import Deadline
+
 LONGEST_ANSWER = 1 << 20  # bytes
 LAST_LOOK_S = 0.001
 _END = b"\r\n"
@@ -27,10 +29,8 @@ class Wire(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[bytes] | None = None
         self._part = b""  # of an answer
-        self._ends_at = 0.0
         self._looked = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        self._deadline = Deadline(self._loop, self._on_late)
 
     def ask(self, command: bytes, ends_at: float) -> asyncio.Future[bytes]:
         """Its answer, a string. TimeoutError at loop time `ends_at`, OSError when the connection is lost,
@@ -41,10 +41,8 @@ class Wire(asyncio.Protocol):
             answer.set_exception(ConnectionError("closed"))
             return answer
         self._answer = answer
-        self._ends_at = ends_at
         self._looked = False
-        if self._timer is None or self._timer_at > ends_at:
-            self._arm(ends_at)
+        self._deadline.set(ends_at)
         self._transport.write(command)
         return answer
 
@@ -80,8 +78,7 @@ class Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._deadline.cancel()
         self._end(ConnectionError("lost"))
         self._before.connection_lost(exc)  # the library may wait for it
 
@@ -89,6 +86,7 @@ class Wire(asyncio.Protocol):
 
     def _end(self, outcome: bytes | Exception) -> None:
         answer, self._answer = self._answer, None
+        self._deadline.clear()
         if answer is None or answer.done():
             return
         if isinstance(outcome, bytes):
@@ -96,23 +94,10 @@ class Wire(asyncio.Protocol):
         else:
             answer.set_exception(outcome)
 
-    def _arm(self, at: float) -> None:
-        """One timer outlives many commands: one that is due earlier looks again."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = self._loop.call_at(at, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._answer is None:
-            return
-        now = self._loop.time()
-        if now < self._ends_at:
-            self._arm(self._ends_at)
-        elif not self._looked:  # of a loop that was held up itself: the answer may lie in its socket
+    def _on_late(self) -> None:
+        if not self._looked:  # of a loop that was held up itself: the answer may lie in its socket
             self._looked = True
-            self._arm(now + LAST_LOOK_S)
+            self._deadline.set(self._loop.time() + LAST_LOOK_S)
         else:
             self._end(TimeoutError())
             self.close()
