@@ -192,9 +192,13 @@ def _gather(
     return dense
 
 
+GLUON = "3.6."  # Triton's version: what its lower level promises differs from one to the next
+
+
 def _has_wgmma(device: torch.device) -> bool:
     """Hopper's tensor instructions are Hopper's alone."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    tested = triton.__version__.startswith(GLUON)
+    return tested and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def dense_attention(
