@@ -213,13 +213,21 @@ class _Step:
         assert isinstance(happened, e.Judged)
         self._verdicts.put_nowait(happened.verdict)
 
+    async def _next(self, running: asyncio.Task[None]) -> Verdict:
+        verdict = asyncio.create_task(self._verdicts.get())
+        await asyncio.wait((verdict, running), return_when=asyncio.FIRST_COMPLETED)
+        if not verdict.done():
+            verdict.cancel()
+            running.result()
+        return await verdict
+
     async def judged(self) -> tuple[Verdict, int]:
         """The step's first verdict that isn't *hold*, and how many requests of the canary it saw."""
         one = rollout(phase="judging", standby_bp=500)
         running = asyncio.create_task(self._judging.run(one, 1, [self.new], [self.old]))  # type: ignore[list-item]
         try:
             async with asyncio.timeout(30):
-                while (verdict := await self._verdicts.get()).outcome == "hold":
+                while (verdict := await self._next(running)).outcome == "hold":
                     continue
         finally:
             running.cancel()
@@ -239,6 +247,13 @@ async def test_what_begins_on_the_third_step_is_seen_there(
         step.new.bucket = bucket
         verdict, _ = await step.judged()
         assert (verdict.outcome, reason in verdict.reason) == ("fail", True)
+
+
+async def test_a_mistake_in_probes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _Step(tmp_path, monkeypatch)
+    monkeypatch.setattr(probing, "bucket_of", None)
+    with pytest.raises(TypeError):
+        await step.judged()
 
 
 async def test_a_supervisors_successor_counts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

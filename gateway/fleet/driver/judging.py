@@ -56,6 +56,8 @@ class Judging:
         try:
             while True:
                 await asyncio.sleep(EVERY)
+                if probing.done():
+                    probing.result()  # a mistake in there is told; without probes the step might never end
                 counts = await self._meter.read(both)
                 canary = since({peer.target: counts[peer.target] for peer in new}, start)
                 of_old = {peer.target: counts[peer.target] for peer in old}
