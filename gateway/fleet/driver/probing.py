@@ -22,7 +22,7 @@ from gateway.fleet.judge import Window
 LENGTHS = (8, 16, 32)  # tokens of a prompt
 TOKENS = 3  # of an answer
 AT_ONCE = 4  # on each worker; fewer where one of them computes fewer at a time
-PAUSE = 0.02  # seconds between one round and the next
+PAUSE = 0.1  # seconds between one round and the next: rounds of fast workers must not take all of a core
 MANY = 250  # rounds, after which they come once a second
 
 log = logging.getLogger(__name__)
