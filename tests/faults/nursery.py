@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from gateway.fleet.commands import Slot
 from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.ledger import Ledger, Machine, Place, Worker
 from gateway.fleet.reaper import marked, read_records
+from gateway.fleet.restart import RestartPolicy
 from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.state import Routes, read_routes
 from gateway.fleet.statedir import StateDir
@@ -228,7 +230,8 @@ def _ledger(fleet: FleetFile, machine: Machine, slots: Sequence[Slot]) -> Ledger
 def _serve() -> None:
     """Forks a child for each line."""
     setattr(supervisor_module, "Commands", FakeFleet)  # noqa: B010
-    slower = dataclasses.replace(TIMING, start_poll=0.05, health_poll=0.5, housekeeping=0.5)
+    policy = partial(RestartPolicy, first=0.2, longest=0.2, crashes=1000)
+    slower = dataclasses.replace(TIMING, start_poll=0.05, health_poll=0.5, housekeeping=0.5, policy=policy)
     setattr(supervisor_module, "Timing", lambda **_: slower)  # noqa: B010
     setattr(planning_module, "make_ledger", _ledger)  # noqa: B010
     setattr(driver_module, "TICK", 0.1)  # noqa: B010

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from gateway.cli.swap_client import SwapRefused
 from gateway.fleet.rollout import Rollout
 from tests.faults.nursery import Fleet, Nursery
-
-pytestmark = pytest.mark.timeout(300)
 
 # A phase, and what leads there: +GATE closes it, -GATE opens it, a phase waits for that, other words are
 # commands. Then how the rollout ends when somebody is killed there (supervisor, standby, primary; "": not
@@ -59,6 +57,7 @@ RECREATE: list[Case] = [
     ("restoring", "start judging +ready abort", STOP, "", STOP, STOP),
     ("reverting", "start judging +ready abort restoring +frozen -ready", STOP, "", STOP, STOP),
 ]
+TO_THE_END = "clearing draining cutting stopping"
 CASES = {"canary": CANARY, "recreate": RECREATE}
 
 
@@ -111,59 +110,122 @@ def other(slot: str) -> str:
     return "m-0" if slot == "m-alt-0" else "m-alt-0"
 
 
-@pytest.mark.parametrize("strategy", CASES)
-def test_the_supervisor_is_killed(made: Nursery, tmp_path: Path, strategy: str) -> None:
-    fleet = Fleet(made, tmp_path)
-    for count, (phase, way, expected, *_) in enumerate(CASES[strategy], 1):
-        (before,) = fleet.workers()
-        lead(fleet, strategy, way)
-        fleet.until_phase(phase)
-        fleet.kill()
-        fleet.open_gates()
-        fleet.up()
-        ended = end(fleet)
-        assert any("taken it up again" in entry.what for entry in ended.log), (phase, way)
-        check(fleet, ended, expected, before, count)
-    fleet.down()
+def cases(canary: str = "", recreate: str = "") -> pytest.MarkDecorator:
+    """A test for each phase, on the way there and back, or for those that are named."""
+    chosen = [
+        (strategy, case)
+        for strategy, names in (("canary", canary), ("recreate", recreate))
+        for case in CASES[strategy]
+        if names == "all" or case[0] in names.split()
+    ]
+    ids = [f"{strategy}-{'back-' * ('abort' in case[1])}{case[0]}" for strategy, case in chosen]
+    return pytest.mark.parametrize(("strategy", "case"), chosen, ids=ids)
 
 
-@pytest.mark.parametrize("victim", ["standby", "primary"])
-@pytest.mark.parametrize("strategy", CASES)
-def test_a_worker_is_killed(made: Nursery, tmp_path: Path, strategy: str, victim: str) -> None:
-    fleet, count = Fleet(made, tmp_path), 0
-    for phase, way, _, of_standby, of_primary, _ in CASES[strategy]:
-        expected = of_standby if victim == "standby" else of_primary
-        if not expected:
-            continue
-        count += 1
-        fleet.until(lambda: list(fleet.workers().values()) == ["ready"])
-        (before,) = fleet.workers()
-        lead(fleet, strategy, way)
-        fleet.until_phase(phase)
-        pid = fleet.process(before if victim == "primary" else other(before))
-        os.kill(pid, signal.SIGKILL)
-        fleet.until(partial(gone, pid))
-        fleet.open_gates()
-        ended = end(fleet)
-        check(fleet, ended, expected, before, count)
-        assert sum("crashed" in entry.what for entry in ended.log) <= 1, [entry.what for entry in ended.log]
-    fleet.down()
+class Home:
+    """The fleet of one test after the other; another one where a test has left it in pieces."""
+
+    def __init__(self, made: Nursery, folders: pytest.TempPathFactory) -> None:
+        self._made = made
+        self._folders = folders
+        self.fleet: Fleet | None = None
+
+    def living(self) -> Fleet:
+        if self.fleet is None:
+            self.fleet = Fleet(self._made, self._folders.mktemp("fleet"))
+        self.fleet.until(partial(is_well, self.fleet))
+        return self.fleet
+
+    def leave(self) -> None:
+        if self.fleet is not None and self.fleet.lives:
+            self.fleet.kill()
+        self.fleet = None
 
 
-@pytest.mark.parametrize("strategy", CASES)
-def test_it_is_aborted(made: Nursery, tmp_path: Path, strategy: str) -> None:
-    fleet = Fleet(made, tmp_path)
-    forward = [case for case in CASES[strategy] if "abort" not in case[1]]
-    for count, (phase, way, *_, expected) in enumerate(forward, 1):
-        (before,) = fleet.workers()
-        lead(fleet, strategy, way)
-        fleet.until_phase(phase)
-        if expected == LATE:
-            with pytest.raises(SwapRefused, match="too late") as refused:
-                fleet.swaps.command("m", "abort")
-            assert refused.value.exit_code == 6
-        else:
+def is_well(fleet: Fleet) -> bool:
+    return list(fleet.workers().values()) == ["ready"] and not list(fleet.gates.iterdir())
+
+
+@pytest.fixture(scope="module")
+def home(made: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(made, tmp_path_factory)
+    yield home
+    home.leave()
+
+
+@pytest.fixture
+def fleet(home: Home) -> Iterator[Fleet]:
+    fleet = home.living()
+    yield fleet
+    if not fleet.lives or not is_well(fleet) or fleet.routes().rollout_id is not None:
+        home.leave()
+
+
+def there(fleet: Fleet, strategy: str, case: Case) -> tuple[str, int]:
+    """In that phase. Which slot was the model's before, and how many rollouts there will be at the end."""
+    (before,) = fleet.workers()
+    count = len(fleet.swaps.history("m")) + 1
+    lead(fleet, strategy, case[1])
+    fleet.until_phase(case[0])
+    return before, count
+
+
+@cases("all", "all")
+def test_the_supervisor_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
+    before, count = there(fleet, strategy, case)
+    fleet.kill()
+    fleet.open_gates()
+    fleet.up()
+    ended = end(fleet)
+    assert any("taken it up again" in entry.what for entry in ended.log)
+    check(fleet, ended, case[2], before, count)
+
+
+@cases("all", "starting shifting judging clearing")
+def test_the_standby_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
+    if case[3]:  # there is one
+        kill_worker(fleet, strategy, case, "standby", case[3])
+
+
+@cases("judging clearing draining stopping reverting", "holding clearing restoring reverting")
+def test_the_primary_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
+    if case[4]:
+        kill_worker(fleet, strategy, case, "primary", case[4])
+
+
+def kill_worker(fleet: Fleet, strategy: str, case: Case, victim: str, expected: str) -> None:
+    before, count = there(fleet, strategy, case)
+    pid = fleet.process(before if victim == "primary" else other(before))
+    os.kill(pid, signal.SIGKILL)
+    fleet.until(partial(gone, pid))
+    fleet.open_gates()
+    ended = end(fleet)
+    check(fleet, ended, expected, before, count)
+    assert sum("crashed" in entry.what for entry in ended.log) <= 1, [entry.what for entry in ended.log]
+
+
+@cases("shifting clearing reverting", "holding")
+def test_a_gateway_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
+    """Where it is waited for: no longer, and what its successor shows counts."""
+    before, count = there(fleet, strategy, case)
+    os.kill(fleet.process("gateway"), signal.SIGKILL)
+    fleet.until(lambda: any("isn't waited for" in entry.what for entry in fleet.rollout().log))
+    fleet.open_gates()
+    check(fleet, end(fleet), STOP if "abort" in case[1] else DONE, before, count)
+
+
+@cases(
+    "warming proving proven clearing draining cutting stopping", "holding clearing draining cutting stopping"
+)
+def test_it_is_aborted(fleet: Fleet, strategy: str, case: Case) -> None:
+    if "abort" in case[1]:  # it is already
+        return
+    before, count = there(fleet, strategy, case)
+    if case[5] == LATE:
+        with pytest.raises(SwapRefused, match="too late") as refused:
             fleet.swaps.command("m", "abort")
-        fleet.open_gates()
-        check(fleet, end(fleet), DONE if expected == LATE else expected, before, count)
-    fleet.down()
+        assert refused.value.exit_code == 6
+    else:
+        fleet.swaps.command("m", "abort")
+    fleet.open_gates()
+    check(fleet, end(fleet), DONE if case[5] == LATE else STOP, before, count)
