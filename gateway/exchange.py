@@ -45,9 +45,8 @@ class Exchange:
     """Its own scope has it as `exchange`.
 
     `keep_alive`: whether the connection may carry another one after it; `upgrade`: another protocol was asked
-    for; `on_leave`: called once, when the
-    client leaves before its answer is complete; `buffered`: bytes of the body that nobody took yet;
-    `tail`: the last bytes of the answer's body so far.
+    for; `on_leave`: called once, when the client leaves before its answer is complete; `buffered`: bytes of
+    the body that nobody took yet; `tail`: the last bytes of the answer's body so far.
     """
 
     __slots__ = (

@@ -30,9 +30,8 @@ REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 
 MAX_KNOWN = 4096
-_Numbers = tuple[
-    "memoryview[float]", "memoryview[float]", "memoryview[float]"
-]  # of requests, their seconds, their overheads
+# Of requests, their seconds, their overheads.
+_Numbers = tuple["memoryview[float]", "memoryview[float]", "memoryview[float]"]
 
 
 class Metrics:
