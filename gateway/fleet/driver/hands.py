@@ -93,8 +93,7 @@ class Hands:
             case e.SetWeights():
                 await self._set_weights(rollout, action)
             case e.Judge():
-                async with peers(self._peers("standby")) as new, peers(self._peers("primary")) as old:
-                    await self._judging.run(rollout, action.change, new, old)
+                await self._judge(rollout, action.change)
             case e.AwaitBarrier():
                 await self._barrier(rollout.id, action)
             case e.Drain():
@@ -123,11 +122,17 @@ class Hands:
 
     def _peers(self, side: Side) -> list[Peer]:
         """Those whose process lives."""
-        return [
-            Peer(self._site.workers.uds(one.slot, one.generation), one.slot, one.generation, self._model)
-            for one in self.statuses(side)
-            if one.state not in GONE and one.generation
-        ]
+        living = [one for one in self.statuses(side) if one.state not in GONE and one.generation]
+        return list(map(self._peer, living))
+
+    def _peer(self, status: UnitStatus) -> Peer:
+        slot, generation = status.slot, status.generation
+        return Peer(self._site.workers.uds(slot, generation), slot, generation, self._model)
+
+    def _serving(self) -> dict[str, UnitStatus]:
+        """The old version's workers that can be measured, by target."""
+        found = [one for one in self.statuses("primary") if one.state in ("ready", "draining")]
+        return {f"{one.slot}.{one.generation}": one for one in found}
 
     # --- the proof
 
@@ -195,6 +200,24 @@ class Hands:
                 break
             await asyncio.sleep(POLL)
         self._report(e.BarrierReached(rollout_id=rollout_id, change=wanted.change))
+
+    async def _judge(self, rollout: Rollout, change: int) -> None:
+        """Without those of the old version that aren't there; anew when one is."""
+        while True:
+            known = self._serving()
+            async with (
+                peers(self._peers("standby")) as new,
+                peers(list(map(self._peer, known.values()))) as old,
+            ):
+                judging = asyncio.create_task(self._judging.run(rollout, change, new, old))
+                try:
+                    while not judging.done() and self._serving().keys() <= known.keys():
+                        await asyncio.wait({judging}, timeout=POLL)
+                    if judging.done():
+                        judging.result()
+                finally:
+                    judging.cancel()
+                    await asyncio.gather(judging, return_exceptions=True)
 
     # --- the end of a version
 
