@@ -36,7 +36,7 @@ from tests.gateway.fake_fleet import FAST
 
 SCRIPT = str(Path(__file__).with_name("fake_model.py"))
 COMMAND = (sys.executable, "-m", "tests.gateway.swapping")
-PATIENCE = 60.0  # the machine may be busy
+PATIENCE = 120.0  # the machine may be busy
 TIMING = dataclasses.replace(FAST, start_stall=PATIENCE, unhealthy=PATIENCE)
 QUICK: dict[str, Any] = {"steps": (50.0, 100.0), "hold": 0.0}
 
