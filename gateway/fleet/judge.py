@@ -38,6 +38,7 @@ is as good as the primary (tests/gateway/test_judge.py tries that), because the 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import msgspec
@@ -163,8 +164,8 @@ def judge(
     `step`: the present step's part of canary and primary, where these are of more than that. `together`: so
     many requests came at a time, and their times depend on each other: they may be worth as much as one.
 
-    At 100 % the primary has no users to be compared on. There, `primary` is what it did before the rollout,
-    when it carried the load that the canary carries now, and `reference` says so.
+    At 100 % the primary has no users to be compared on. There, `primary` is what it did on earlier steps, or
+    before the rollout, and `reference` says so.
     """
     if before is not None and before.outcome == "fail":
         return before
@@ -178,6 +179,11 @@ def judge(
             reason = "; ".join(dict.fromkeys(reasons))
             return Verdict(outcome=outcome, reason=reason, measures=measures, reference=reference)
     return Verdict(outcome="pass", reason="within all limits", measures=measures, reference=reference)
+
+
+def mildest(verdicts: Iterable[Verdict]) -> Verdict:
+    """The first of those that are least severe; there must be one."""
+    return min(verdicts, key=lambda verdict: _SEVERITY[verdict.outcome])
 
 
 def _measures(

@@ -11,9 +11,8 @@ import pytest
 
 from contracts.times import seconds_of
 from gateway.config import Judge, ModelEntry
+from gateway.fleet.driver import comparing, judging, measure, probing
 from gateway.fleet.driver import driver as driving
-from gateway.fleet.driver import judging, measure, probing
-from gateway.fleet.driver.comparing import users_tell, verdict_on
 from gateway.fleet.driver.measure import Probes, Sample, since
 from gateway.fleet.driver.peer import Lost, Times
 from gateway.fleet.driver.proof import matches
@@ -28,6 +27,8 @@ from tests.gateway.redis_server import RedisServer
 
 LIMITS = Judge(min_requests=10)
 FAST, SLOW = 100, 200  # buckets; the second is 76 times the first
+LATER = FAST + 40  # more than any limit
+NOTHING = Sample()
 
 
 def window(count: int, bucket: int, errors: int = 0) -> Window:
@@ -49,27 +50,48 @@ def asked(count: int, bucket: int = FAST, *, even: bool = True) -> Probes:
     return Probes(every=every, even=Window(ttft=every.ttft, tpot=every.tpot) if even else Window())
 
 
+def verdict_on(
+    canary: Sample, primary: Sample, before: Sample = NOTHING, so_far: Sample = NOTHING
+) -> Verdict:
+    return comparing.verdict_on(canary, primary, before, LIMITS, None, so_far=so_far)
+
+
+def users_tell(canary: Sample, primary: Sample, before: Sample = NOTHING, so_far: Sample = NOTHING) -> bool:
+    return comparing.users_tell(canary, primary, before, LIMITS, so_far=so_far)
+
+
 def test_users_are_compared_with_users_and_probes_with_probes() -> None:
-    verdict = verdict_on(users(50), users(50), Sample(), LIMITS, None)
+    verdict = verdict_on(users(50), users(50))
     assert (verdict.outcome, verdict.reference) == ("pass", "same interval")
     # Few users with slow requests on the old version, and probes on both that are equally fast.
-    verdict = verdict_on(probes(20), users(50, SLOW) + probes(20), Sample(), LIMITS, None)
+    verdict = verdict_on(probes(20), users(50, SLOW) + probes(20))
     assert (verdict.outcome, verdict.measures[2].primary_samples) == ("pass", 20)
-    verdict = verdict_on(users(50, SLOW) + probes(20), users(50) + probes(20), Sample(), LIMITS, None)
+    verdict = verdict_on(users(50, SLOW) + probes(20), users(50) + probes(20))
     assert verdict.outcome == "fail"
 
 
 def test_errors_count_wherever_they_happen() -> None:
-    verdict = verdict_on(users(5, errors=5) + probes(20), users(50), Sample(), LIMITS, None)
+    verdict = verdict_on(users(5, errors=5) + probes(20), users(50))
     assert (verdict.outcome, verdict.measures[1].canary_samples) == ("fail", 25)
 
 
 def test_a_version_with_all_users_is_compared_with_the_time_before() -> None:
     before = users(500)
-    verdict = verdict_on(users(50), Sample(), before, LIMITS, None)
+    verdict = verdict_on(users(50), Sample(), before)
     assert (verdict.outcome, verdict.reference) == ("pass", "before the rollout")
-    assert verdict_on(users(50, SLOW), Sample(), before, LIMITS, None).outcome == "fail"
-    assert verdict_on(users(50), Sample(), Sample(), LIMITS, None).outcome == "hold"
+    assert verdict_on(users(50, SLOW), Sample(), before).outcome == "fail"
+    assert verdict_on(users(50), Sample()).outcome == "hold"
+
+
+def test_an_old_version_that_was_fast_at_a_quiet_hour_is_no_measure_at_a_busy_one() -> None:
+    quiet, busy = users(5000), users(60, LATER)
+    verdict = verdict_on(users(60, LATER), Sample(), quiet, so_far=busy)
+    assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
+    # With a part of the users it was faster than it had been with all of them.
+    verdict = verdict_on(users(60, LATER), Sample(), busy, so_far=quiet)
+    assert (verdict.outcome, verdict.reference) == ("pass", "before the rollout")
+    assert verdict_on(users(60, SLOW), Sample(), quiet, so_far=busy).outcome == "fail"
+    assert users_tell(users(60), Sample(), so_far=busy)
 
 
 def probed(count: int, bucket: int = FAST, *, earlier: int = 0, users: int = 0, even: bool = True) -> Sample:
@@ -82,63 +104,60 @@ def probed(count: int, bucket: int = FAST, *, earlier: int = 0, users: int = 0, 
 
 
 def test_probes_of_earlier_steps_count_on_but_each_step_is_seen_by_itself() -> None:
-    assert verdict_on(probed(5), probed(5), Sample(), LIMITS, None).outcome == "hold"
-    begun = verdict_on(probed(0, earlier=10), probed(0, earlier=10), Sample(), LIMITS, None)
+    assert verdict_on(probed(5), probed(5)).outcome == "hold"
+    begun = verdict_on(probed(0, earlier=10), probed(0, earlier=10))
     assert (begun.outcome, "0 of 5 requests seen by the canary, on this step" in begun.reason) == (
         "hold",
         True,
     )
     whole = probed(5, earlier=10)
-    assert verdict_on(whole, whole, Sample(), LIMITS, None).outcome == "pass"
-    assert verdict_on(probed(4, earlier=50), whole, Sample(), LIMITS, None).outcome == "hold"
-    late = verdict_on(probed(24, SLOW, earlier=999), probed(24, earlier=999), Sample(), LIMITS, None)
+    assert verdict_on(whole, whole).outcome == "pass"
+    assert verdict_on(probed(4, earlier=50), whole).outcome == "hold"
+    late = verdict_on(probed(24, SLOW, earlier=999), probed(24, earlier=999))
     assert (late.outcome, "on this step" in late.reason) == ("fail", True)
-
-
-LATER = FAST + 40  # more than any limit
 
 
 def test_a_canary_that_alone_has_users_is_not_blamed_for_their_load() -> None:
     """One user who asks without end is on one side. Probes beside him say nothing against the canary."""
     loaded, idle = probed(80, LATER, users=6, even=False), probed(80, even=False)
-    assert verdict_on(loaded, idle, Sample(), LIMITS, None).outcome == "hold"
+    assert verdict_on(loaded, idle).outcome == "hold"
     as_fast = probed(80, users=6, even=False)
-    assert verdict_on(as_fast, idle, Sample(), LIMITS, None).outcome == "pass"
+    assert verdict_on(as_fast, idle).outcome == "pass"
     now_and_then = loaded + probed(20)
-    verdict = verdict_on(now_and_then, idle + probed(20), Sample(), LIMITS, None)
+    verdict = verdict_on(now_and_then, idle + probed(20))
     assert (verdict.outcome, verdict.reference) == ("pass", "even load")
     bad = loaded + probed(20, LATER)
-    assert verdict_on(bad, idle + probed(20), Sample(), LIMITS, None).outcome == "fail"
+    assert verdict_on(bad, idle + probed(20)).outcome == "fail"
     erring = loaded + Sample(users=Window(requests=9, errors=9))
-    assert verdict_on(erring, idle, Sample(), LIMITS, None).outcome == "fail"
+    assert verdict_on(erring, idle).outcome == "fail"
 
 
 def test_users_without_any_to_compare_them_with_tell_nothing() -> None:
-    fresh = verdict_on(users(60), probed(12), Sample(), LIMITS, None)
+    fresh = verdict_on(users(60), probed(12))
     assert (fresh.outcome, fresh.reference) == ("hold", "same interval")
-    assert not users_tell(users(60), probed(12), Sample(), LIMITS)
-    assert users_tell(users(60), probed(12), users(60), LIMITS)
+    assert not users_tell(users(60), probed(12))
+    assert users_tell(users(60), probed(12), users(60))
 
 
 def test_a_canary_with_all_users_may_be_as_slow_as_the_old_version_was_with_them() -> None:
     loaded = probed(8, LATER, earlier=20, users=6, even=False)
     idle = probed(8, earlier=20, even=False)
-    assert verdict_on(loaded, idle, Sample(), LIMITS, None).outcome == "hold"
+    assert verdict_on(loaded, idle).outcome == "hold"
     was_loaded = msgspec.structs.replace(idle, earlier=asked(20, LATER))
-    verdict = verdict_on(loaded, was_loaded, Sample(), LIMITS, None)
+    verdict = verdict_on(loaded, was_loaded)
     assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
     bad = probed(8, SLOW, earlier=20, users=6, even=False)
-    assert verdict_on(bad, was_loaded, Sample(), LIMITS, None).outcome == "hold"
+    assert verdict_on(bad, was_loaded).outcome == "hold"
     without_an_excuse = probed(24, LATER, earlier=20)
-    assert verdict_on(without_an_excuse, probed(24, earlier=20), Sample(), LIMITS, None).outcome == "fail"
+    assert verdict_on(without_an_excuse, probed(24, earlier=20)).outcome == "fail"
 
 
 def test_an_old_version_that_no_longer_answers_is_compared_as_it_was() -> None:
     silent = Probes(every=Window(requests=8, errors=8))
     gone = Sample(probes=silent, earlier=asked(20))
-    verdict = verdict_on(probed(8, earlier=20), gone, Sample(), LIMITS, None)
+    verdict = verdict_on(probed(8, earlier=20), gone)
     assert (verdict.outcome, verdict.reference) == ("pass", "earlier steps")
-    assert verdict_on(probed(24, SLOW, earlier=20), gone, Sample(), LIMITS, None).outcome == "hold"
+    assert verdict_on(probed(24, SLOW, earlier=20), gone).outcome == "hold"
 
 
 class _Worker:

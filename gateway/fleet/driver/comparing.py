@@ -9,29 +9,47 @@ from __future__ import annotations
 
 from gateway.fleet.driver.measure import Sample
 from gateway.fleet.driver.probing import AT_ONCE
-from gateway.fleet.judge import Limits, Reference, Verdict, Window, judge, step_least
+from gateway.fleet.judge import Limits, Reference, Verdict, Window, judge, mildest, step_least
 
 
-def users_tell(canary: Sample, primary: Sample, before: Sample, limits: Limits) -> bool:
+def users_tell(canary: Sample, primary: Sample, before: Sample, limits: Limits, *, so_far: Sample) -> bool:
     """Whether there are enough of them to do without probes."""
-    return canary.has_users(limits) and (primary.has_users(limits) or before.has_users(limits))
+    return canary.has_users(limits) and any(old.has_users(limits) for old in (primary, so_far, before))
 
 
 def verdict_on(
-    canary: Sample, primary: Sample, before: Sample, limits: Limits, last: Verdict | None
+    canary: Sample,
+    primary: Sample,
+    before: Sample,
+    limits: Limits,
+    last: Verdict | None,
+    *,
+    so_far: Sample,
 ) -> Verdict:
     """On a step so far. Where the primary has too few users in it to be a measure (at 100 %, or when it is
-    gone), what it did `before` is: in its life so far, when it carried the load that the canary has now."""
-    if users_tell(canary, primary, before, limits):
-        in_time = primary.has_users(limits)
-        reference: Reference = "same interval" if in_time else "before the rollout"
-        other = (primary if in_time else before).by_users()
-        return judge(canary.by_users(), other, limits, reference=reference, before=last)
+    gone), there are two: what it did `so_far`, since the rollout began, at the present load but with a part
+    of the users; and what it did `before`, in its life, with all of them, but mostly at another hour. Neither
+    alone is fair, so a canary is as good as the kinder one says.
+    """
+    if users_tell(canary, primary, before, limits, so_far=so_far):
+        others: list[tuple[Reference, Sample]] = [("before the rollout", before), ("earlier steps", so_far)]
+        if primary.has_users(limits):
+            others = [("same interval", primary)]
+        return mildest(
+            judge(canary.by_users(), old.by_users(), limits, reference=reference, before=last)
+            for reference, old in others
+            if old.has_users(limits)
+        )
     if (primary.earlier + primary.probes).every.requests:
         return _by_probes(canary, primary, limits, last)
-    known = before.by_probes()
-    reference = "before the rollout"
-    return judge(canary.by_probes(), known, limits, together=AT_ONCE, reference=reference, before=last)
+    return judge(
+        canary.by_probes(),
+        before.by_probes(),
+        limits,
+        together=AT_ONCE,
+        reference="before the rollout",
+        before=last,
+    )
 
 
 def _by_probes(canary: Sample, primary: Sample, limits: Limits, last: Verdict | None) -> Verdict:

@@ -36,11 +36,15 @@ class Judging:
         self._report = report
         self._last = last
         self._meter = Meter(counts, model)
+        self._first: dict[
+            str, Sample
+        ] = {}  # readings at the rollout's first step, or at its first since a crash
 
     async def run(self, rollout: Rollout, change: int, new: Sequence[Peer], old: Sequence[Peer]) -> None:
         """A step, from now on until it is cancelled."""
         both = [*new, *old]
         start = await self._meter.read(both)
+        self._first = {**start, **self._first}
         canary = Sample()
         verdict: Verdict | None = None
         by_users = False
@@ -62,9 +66,9 @@ class Judging:
                 canary = since({peer.target: counts[peer.target] for peer in new}, start)
                 of_old = {peer.target: counts[peer.target] for peer in old}
                 before = self._records.before(rollout) or since(of_old, {})
-                primary = since(of_old, start)
-                by_users = users_tell(canary, primary, before, self._limits)
-                verdict = verdict_on(canary, primary, before, self._limits, self._last())
+                primary, so_far = since(of_old, start), since(of_old, self._first)
+                by_users = users_tell(canary, primary, before, self._limits, so_far=so_far)
+                verdict = verdict_on(canary, primary, before, self._limits, self._last(), so_far=so_far)
                 self._report(e.Judged(rollout_id=rollout.id, change=change, verdict=verdict))
         finally:
             probing.cancel()
