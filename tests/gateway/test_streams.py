@@ -119,11 +119,17 @@ async def test_a_broken_answer_of_known_length_looks_broken(tmp_path: Path) -> N
 
 
 async def test_300_slow_streams_to_one_worker(tmp_path: Path) -> None:
-    async with one_worker(tmp_path) as rig:
+    async with one_worker(tmp_path, timeouts={"connect": 60}) as rig:
         body = json.dumps(request(do="sse", chunks=5, gate_at=2)).encode()
         post = http_post(body, b"connection: close\r\n")
-        running = [asyncio.create_task(rig.raw(post, wait=60)) for _ in range(300)]
-        await until(lambda: rig.inflight() == 300 and len(rig.workers[0].requests) == 300, 60)
+        running = [asyncio.create_task(rig.raw(post, wait=240)) for _ in range(300)]
+        await until(
+            lambda: (
+                len(rig.workers[0].requests) == rig.inflight() == 300 or any(map(asyncio.Task.done, running))
+            ),
+            120,
+        )
+        assert [task.result() for task in running if task.done()] == []  # what ended too early, and how
         assert rig.app.upstream.open_connections == 300
         assert (await rig.client.get("/health")).status_code == 200
         rig.workers[0].gate.set()
