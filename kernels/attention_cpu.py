@@ -120,7 +120,7 @@ def _decode_group(group: _DecodeGroup, q: Tensor, k_rows: Tensor, v_rows: Tensor
 def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether cpu_decode.py's kernel takes these types, sizes and strides."""
     return (
-        q.dtype == k_cache.dtype == torch.float32
+        q.dtype == k_cache.dtype == v_cache.dtype == torch.float32
         and q.shape[2] % LANES == 0
         and q.stride(2) == k_cache.stride(3) == 1
         and k_cache.stride() == v_cache.stride()

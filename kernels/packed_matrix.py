@@ -42,9 +42,16 @@ class PackedMatrix:
         return self._run(x, torch.empty((len(x), self._columns)), SWIGLU)
 
     def _run(self, x: Tensor, y: Tensor, mode: int) -> Tensor:
+        rows, inner = x.shape
+        if x.dtype != torch.float32 or inner != self.shape[1]:  # the kernel sees addresses only
+            raise ValueError(f"x must be float32 [T, {self.shape[1]}], not {x.dtype} {list(x.shape)}")
+        if y.dtype != torch.float32 or y.shape != (rows, self._columns) or y.stride(1) != 1:
+            raise ValueError(
+                f"y must be float32 [{rows}, {self._columns}] with contiguous rows, "
+                f"not {y.dtype} {list(y.shape)} with strides {y.stride()}"
+            )
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows, inner = x.shape
         panels, threads = self._panels, torch.get_num_threads()
         self._product(
             x.data_ptr(),

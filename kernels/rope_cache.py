@@ -199,7 +199,7 @@ def _rotate_heads(x: Tensor, angles: _Angles) -> Tensor:
 def _fits_kernel(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether cpu_rope.py's kernel takes these types, sizes and strides."""
     return (
-        q.dtype == k.dtype == v.dtype == k_cache.dtype == torch.float32
+        all(one.dtype == torch.float32 for one in (q, k, v, cos_sin, k_cache, v_cache))
         and q.shape[2] % LANES == cos_sin.shape[1] % (2 * LANES) == 0
         and q.stride() == k.stride()
         and q.stride(2) == v.stride(2) == k_cache.stride(3) == 1

@@ -111,6 +111,18 @@ def test_nothing_is_written_beside_the_result() -> None:
     assert torch.equal(place, torch.full((9, 100), 5.0))
 
 
+def test_what_the_kernel_would_misread_is_refused() -> None:
+    """It sees addresses only: another type or size would be read, or written, beyond its end."""
+    matrix = packed(torch.randn(96, 64))
+    for x in (torch.randn(2, 63), torch.randn(2, 65), torch.randn(2, 64).double()):
+        with pytest.raises(ValueError, match=r"x must be float32 \[T, 64\]"):
+            matrix.product(x)
+    x = torch.randn(2, 64)
+    for y in (torch.zeros(2, 95), torch.zeros(3, 96), torch.zeros(96, 2).t(), torch.zeros(2, 96).double()):
+        with pytest.raises(ValueError, match=r"y must be float32 \[2, 96\]"):
+            matrix.add_product(x, y)
+
+
 def test_the_weight_can_go_once_it_is_packed() -> None:
     weight = torch.randn(96, 64)
     x, matrix = torch.randn(1, 64), packed(weight)
