@@ -6,6 +6,7 @@ construction; the error names the field, the value and the bound.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from typing import NoReturn
@@ -20,6 +21,11 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 0.01  # it divides: far below, logits leave float32 and every draw is the same token
 MAX_LOGIT_BIAS = 1024
+MAX_SCHEMA = 262_144  # characters of a JSON schema
+MAX_REGEX = 16_384  # characters
+MAX_GRAMMAR = 65_536  # characters
+MAX_CHOICES = 1024
+MAX_CHOICE_LENGTH = 4096  # characters; 65,536 all together
 GREEDY_TEMPERATURE = 1e-5  # below it, arg max; the distribution would be one token to float32 anyway
 
 
@@ -29,6 +35,63 @@ class ParamError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like: exactly one of the fields is set.
+
+    Whether a schema, a regular expression or a grammar can be compiled is found where that is done.
+
+    Args:
+        json: a JSON schema as text; Python callers may give the schema itself.
+        regex: the whole answer matches it (Rust's `regex` syntax; no look-around, no back-references).
+        choice: the answer is one of these strings.
+        grammar: in Lark's syntax, or in GBNF; the answer is derived from its start (root) rule.
+        json_object: any JSON object.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        schema: object = self.json
+        if isinstance(schema, (dict, bool)):
+            msgspec.structs.force_setattr(self, "json", json.dumps(schema))
+        choice: object = self.choice
+        if isinstance(choice, str):
+            _fail("choice", "choice must be a list of strings")
+        msgspec.structs.force_setattr(self, "choice", tuple(self.choice or ()))
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, (), False)]
+        if not given:
+            _fail(
+                "structured_outputs", f"structured_outputs needs one of {', '.join(self.__struct_fields__)}"
+            )
+        if len(given) > 1:
+            _fail(given[1], f"only one of {' and '.join(given)} may be given: an answer has one form")
+        if not isinstance(self.json_object, bool):
+            _fail("json_object", f"json_object must be true or false, not {self.json_object!r}")
+        for name, longest in (("json", MAX_SCHEMA), ("regex", MAX_REGEX), ("grammar", MAX_GRAMMAR)):
+            _check_text(name, getattr(self, name), longest)
+        if len(self.choice) > MAX_CHOICES:
+            _fail("choice", f"choice may hold at most {MAX_CHOICES} strings, not {len(self.choice)}")
+        for text in self.choice:
+            _check_text("choice", text, MAX_CHOICE_LENGTH)
+        if sum(map(len, self.choice)) > MAX_GRAMMAR:
+            _fail("choice", f"the strings of choice may have at most {MAX_GRAMMAR} characters together")
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is set."""
+        return next(name for name in self.__struct_fields__ if getattr(self, name))
+
+    @property
+    def text(self) -> str:
+        """The field's value; choices as a JSON list."""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else json.dumps(value)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logit_bias: token id -> addend, -100 to 100.
         logprobs: number of alternatives reported a token, 0 to 20; None: none at all.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: the form that the answer must have; None: any.
     """
 
     n: int = 1
@@ -71,6 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         # Python callers may write stop="x", stop=["x"] or stop=None, whatever the annotation says.
@@ -114,6 +179,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._check_float("logit_bias", bias, -100.0, 100.0)
         if self.logprobs is not None:
             self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        form: object = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputs):
+            _fail("structured_outputs", "structured_outputs must be a StructuredOutputs or None")
 
     @property
     def greedy(self) -> bool:
@@ -136,6 +204,12 @@ def choice_seeds(params: SamplingParams) -> list[int]:
     """A 64-bit seed for each of the `n` answers; the first is the user's own, or a random one."""
     base = (params.seed if params.seed is not None else secrets.randbits(64)) & _M64
     return [(base + i * 0x9E3779B97F4A7C15) & _M64 for i in range(params.n)]
+
+
+def _check_text(name: str, value: object, longest: int) -> None:
+    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= longest):
+        size = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
+        _fail(name, f"{name} must be text of 1 to {longest} characters, not {size}")
 
 
 def _fail(param: str, message: str) -> NoReturn:
