@@ -15,7 +15,7 @@ import msgspec
 from gateway.limits.overrides import Entry, Overrides, OverridesUnusable, entry_decoder, newer
 from gateway.limits.redis_link import RedisLink, reason_of
 
-REDIS_SECONDS = 1.0  # for one exchange
+REDIS_SECONDS = 1.0
 
 # KEYS: the hash, the number. ARGV: pairs of subject and entry. Writes what is newer; of equal times the
 # caller sends only what should win, and what is no entry loses. The number is a time: a count could come
@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 
 
 class RedisOverrides:
-    """The map of all gateways of a fleet, in Redis."""
+    """The map of all gateways of a fleet, in Redis. `within`: seconds for one exchange."""
 
-    def __init__(self, url: str, prefix: str = "pagefleet") -> None:
+    def __init__(self, url: str, prefix: str = "pagefleet", *, within: float = REDIS_SECONDS) -> None:
         self._link = RedisLink(url)
+        self._within = within
         self._hash = f"{prefix}:{{limits}}:set"
         self._number = f"{prefix}:{{limits}}:number"
         self._known: bytes | None = None
@@ -59,7 +60,7 @@ class RedisOverrides:
             ) from None
 
     async def _exchange(self, ours: Overrides, changed: bool) -> dict[str, Entry]:
-        async with asyncio.timeout(REDIS_SECONDS):
+        async with asyncio.timeout(self._within):
             number = await self._link.execute("GET", self._number)
             if number is not None and number == self._known and not changed:
                 return {}

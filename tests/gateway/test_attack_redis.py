@@ -394,7 +394,7 @@ async def test_limits_that_cannot_be_are_left_where_they_are(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In Redis, where anybody who may write can put them, as in the file: a gateway goes on without."""
-    shared = RedisOverrides(server.url)
+    shared = RedisOverrides(server.url, within=60)
     good = Entry(7, Bounds(qps=1))
     bad = {
         "default": b'{"at":9,"bounds":{"concurrency":0}}',

@@ -156,7 +156,7 @@ async def test_entries_of_another_version_are_left_alone(tmp_path: Path) -> None
         with server.client() as client:
             client.hset("pagefleet:{limits}:set", "user:x", '{"at": 5, "bounds": {"dollars": 3}}')
             client.hset("pagefleet:{limits}:set", "user:y", '{"at": 5, "bounds": {"qps": 3}}')
-        shared = RedisOverrides(server.url)
+        shared = RedisOverrides(server.url, within=60)
         assert await shared.exchange({}, changed=True) == {"user:y": Entry(5, Bounds(qps=3))}
         await shared.aclose()
         with server.client() as client:

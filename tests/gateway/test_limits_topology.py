@@ -58,7 +58,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServ
 
 
 def url_of(cluster: list[RedisServer]) -> str:
-    return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in cluster)
+    """Of a cluster whose nodes may be slow to answer: the machine may have much else to do."""
+    nodes = ",".join(f"127.0.0.1:{node.port}" for node in cluster)
+    return f"redis+cluster://{nodes}/?socket_connect_timeout=60"
 
 
 def slot_of(name: str) -> int:
@@ -223,7 +225,7 @@ def test_credentials_tls_and_options_of_a_url_reach_masters_and_sentinels() -> N
 
 
 async def test_limits_set_while_running_are_shared_in_a_cluster(cluster: list[RedisServer]) -> None:
-    one, two = RedisOverrides(url_of(cluster)), RedisOverrides(url_of(cluster))
+    one, two = RedisOverrides(url_of(cluster), within=60), RedisOverrides(url_of(cluster), within=60)
     ours = {"user:ann": Entry(5, Bounds(qps=1)), "model:m": Entry(6, Bounds(concurrency=None))}
     assert await one.exchange(ours, changed=True) == {}
     assert await two.exchange({"user:ann": Entry(7, Bounds(qps=2))}, changed=True) == {
