@@ -78,6 +78,16 @@ class WorkerOptions(BaseModel):
     max_waiting: Annotated[int, Field(ge=1)] = Field(
         1024, description="Requests that may wait; beyond it 503 with Retry-After."
     )
+    runner: Literal["auto", "generate", "pooling"] = Field(
+        "auto",
+        description="generate: answers; pooling: embeddings; auto: pooling for a checkpoint that says how it "
+        "pools, else generate.",
+    )
+    pooling_type: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="What an embedding is made of: the last token's state or all tokens' mean; auto: as the "
+        "checkpoint says, else last.",
+    )
     disable_log_stats: bool = Field(False, description="No periodic statistics line in the log.")
 
     @model_validator(mode="after")

@@ -15,16 +15,18 @@ ALLOWED = {"contracts": set(), "kernels": set(), "worker": {"kernels", "contract
 # Within the worker: a folder may import those below it. Modules directly in worker/ go by their own name.
 WORKER_ALLOWED = {
     "params": set(),
-    "ipc": {"params"},
+    "pooling": set(),
+    "ipc": {"params", "pooling"},
     "request": {"ipc"},
     "model": set(),
-    "weights": {"model"},
+    "weights": {"model", "pooling"},
     "text": {"params", "weights"},
     "runner": {"model", "request", "ipc", "params"},
-    "engine": {"runner", "weights", "model", "request", "ipc"},
-    "server": {"text", "ipc", "params", "weights", "config", "model"},
+    "engine": {"runner", "weights", "model", "request", "ipc", "pooling"},
+    "server": {"text", "ipc", "params", "weights", "config", "model", "pooling"},
     "plan": {"engine", "weights"},
-    "llm": {"engine", "text", "ipc", "params", "weights"},
+    "llm": {"engine", "text", "ipc", "params", "weights", "pooling", "embed"},
+    "embed": {"engine", "ipc", "params", "pooling"},
 }
 
 

@@ -93,7 +93,17 @@ class _FromEnvironment(WorkerConfig, BaseSettings):
 
 
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "served_model_name", "tokenizer", "chat_template", "dtype", "rope_theta", "seed"),
+    "model": (
+        "model",
+        "served_model_name",
+        "tokenizer",
+        "chat_template",
+        "dtype",
+        "rope_theta",
+        "seed",
+        "runner",
+        "pooling_type",
+    ),
     "device": ("device", "gpus", "threads", "enforce_eager"),
     "memory": (
         "gpu_memory_utilization",

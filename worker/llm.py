@@ -17,6 +17,7 @@ from rich.progress import BarColumn as Bar
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from contracts.options import WorkerOptions
+from worker.embed import EmbeddingRequestOutput, embed_all
 from worker.engine.config import resolve
 from worker.engine.loop import Engine
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, FinishReason, TokenLogprob
@@ -129,6 +130,17 @@ class LLM:
         ]
         return self._answer(prompts, params, progress, continuation=False)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of all prompts, in their order, by a model that makes them (option `runner`).
+
+        `dimensions`: numbers that each vector is cut to, where the model was trained for that. ValueError as
+        for `generate`, and for a model that generates.
+        """
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return embed_all(self._engine, encoded, self._ids, dimensions, progress)
+
     def close(self) -> None:
         """Give the memory back."""
         del self._engine
@@ -147,6 +159,8 @@ class LLM:
         *,
         continuation: bool,
     ) -> list[RequestOutput]:
+        if self.info.pooling is not None:
+            raise ValueError("this model makes embeddings: use embed, or the option runner='generate'")
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
         else:

@@ -36,6 +36,7 @@ class Request:
         "pages",
         "params",
         "pending",
+        "pooling",
         "prompt_length",
         "published",
         "reclaimed",
@@ -56,6 +57,7 @@ class Request:
         self.seed = message.seed
         self.arrival = message.arrival
         self.service_class = message.service_class
+        self.pooling = message.pooling
         self._lag = message.priority * AGEING + message.service_class * CLASS_AGEING
         self.order = (message.arrival + self._lag, number)
         self.reclaimed = 0  # times that its pages were taken for a more urgent class
@@ -76,7 +78,9 @@ class Request:
         ends = frozenset() if params.ignore_eos else eos_token_ids.union(message.end_token_ids)
         self.stop_tokens = ends.union(params.stop_token_ids)
         self.token_limit = max_model_len  # prompt + output never get longer
-        if params.max_tokens is not None:
+        if self.pooling is not None:
+            self.token_limit = self.prompt_length
+        elif params.max_tokens is not None:
             self.token_limit = min(self.token_limit, self.prompt_length + params.max_tokens)
 
     def reclaim(self, now: float) -> None:
@@ -127,6 +131,7 @@ class Step:
     """Rows of one step, decoding sequences first."""
 
     rows: list[Row] = field(default_factory=list)
+    pools: bool = False  # some of them belong to requests with `pooling`
 
     @property
     def num_tokens(self) -> int:

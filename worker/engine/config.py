@@ -9,6 +9,8 @@ import torch
 
 from contracts.options import WorkerOptions
 from worker.engine.sizes import EngineError, card_budget, resolve_sizes
+from worker.pooling import PoolingConfig
+from worker.weights.pooling import find_pooling
 from worker.weights.source import ModelSource
 
 
@@ -36,6 +38,7 @@ class EngineConfig:
     gpu_memory_bytes: int | None  # budget for everything on the card; None on a CPU
     kv_cache_bytes: int | None
     num_pages: int | None
+    pooling: PoolingConfig | None  # None: the model generates
 
 
 def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None = None) -> EngineConfig:
@@ -70,6 +73,7 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
         gpu_memory_bytes=_gpu_budget(options, device) if on_gpu else None,
         kv_cache_bytes=options.kv_cache_memory_bytes,
         num_pages=options.num_gpu_blocks_override,
+        pooling=find_pooling(source, options.runner, options.pooling_type),
     )
 
 

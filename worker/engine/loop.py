@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from contracts.units import format_bytes
@@ -14,7 +15,15 @@ from worker.engine.budget import plan_pages
 from worker.engine.config import EngineConfig
 from worker.engine.loading import largest_step, load, make_runner, smallest_steps
 from worker.engine.scheduler import Scheduler, SchedulerConfig
-from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput, TokenLogprob
+from worker.ipc.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Progress,
+    RequestOutput,
+    TokenLogprob,
+)
 from worker.request import Request, Row
 from worker.runner.kv_cache import KvCache
 from worker.runner.sampler import NOT_FINITE
@@ -24,6 +33,7 @@ OnProgress = Callable[[Progress], None]
 # SchedulerConfig.worth_waiting: a step takes an H200 4 ms, and two CPU cores 40 ms, in which they compute a
 # page's worth of tokens.
 WORTH_WAITING = {"cuda": 256, "cpu": 16}
+NOT_FINITE_ERROR = "the model produced values that are not finite numbers"
 
 
 class Engine:
@@ -79,6 +89,7 @@ class Engine:
             weight_bytes=weight_bytes,
             kv_cache_bytes=kv_cache.nbytes,
             load_seconds=time.monotonic() - started,
+            pooling=config.pooling,
         )
         pool = PagePool(budget.num_pages, config.page_size, prefix_cache=config.prefix_cache)
         limits = SchedulerConfig(
@@ -113,6 +124,8 @@ class Engine:
 
     def _refusal(self, request: Request) -> str | None:
         longest = self.info.max_model_len
+        if request.pooling is not None:
+            longest += 1  # no token follows
         if request.id in self._requests:
             return f"request id {request.id} is in use"
         if not request.tokens:
@@ -120,7 +133,7 @@ class Engine:
         if request.prompt_length >= longest:
             return (
                 f"the prompt has {request.prompt_length} tokens; "
-                f"max_model_len {longest} leaves no room for an answer"
+                f"max_model_len {self.info.max_model_len} leaves no room for an answer"
             )
         if max(request.tokens) >= self.config.source.config.vocab_size or min(request.tokens) < 0:
             return f"prompt token ids must be from 0 to {self.config.source.config.vocab_size - 1}"
@@ -209,6 +222,7 @@ class Engine:
 
     def _collect(self, launched: Launched) -> list[RequestOutput]:
         tokens, logprobs = launched.read()
+        vectors = launched.pooled.read() if launched.pooled is not None else {}
         outputs = []
         place = 0
         for row in launched.step.rows:
@@ -217,12 +231,27 @@ class Engine:
             if not row.sample:
                 if request.finish_reason is None:
                     self.scheduler.prefilled(request)
+                    if request in vectors:
+                        outputs.append(self._embed(request, vectors[request]))
                 continue
             token, entry = tokens[place], logprobs[place]
             place += 1
             if request.finish_reason is None:
                 outputs.append(self._advance(row, token, entry))
         return outputs
+
+    def _embed(self, request: Request, vector: np.ndarray) -> RequestOutput:
+        """The last output of a request whose prompt is pooled."""
+        reason: FinishReason = "stop" if np.isfinite(vector).all() else "error"
+        output = RequestOutput(request.id, [], finish_reason=reason, cached_tokens=request.cached_tokens)
+        output.queue_time = max(0.0, request.first_scheduled - request.arrival)
+        if reason == "stop":
+            output.pooled = vector.astype("<f4", copy=False).tobytes()
+        else:
+            output.error = NOT_FINITE_ERROR
+        self.scheduler.finish(request, reason)
+        del self._requests[request.id]
+        return output
 
     def _advance(self, row: Row, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         request = row.request
@@ -233,7 +262,7 @@ class Engine:
         if token == NOT_FINITE:
             output.token_ids = []
             output.finish_reason = "error"
-            output.error = "the model produced values that are not finite numbers"
+            output.error = NOT_FINITE_ERROR
             self.scheduler.finish(request, "error")
         else:
             self._generation_tokens += 1

@@ -95,13 +95,16 @@ class Scheduler:
         if self.preemptions == preempted_before:
             self._admit(budget, rows)
         ordered = sorted(rows.values(), key=lambda row: not row.decode)
+        step = Step(ordered)
         for row in ordered:
             request = row.request
             request.computed = row.start + row.count
             request.in_flight += 1
             if row.sample:
                 request.pending += 1
-        return Step(ordered)
+            elif request.pooling is not None:
+                step.pools = True
+        return step
 
     def update(self, request: Request, token: int) -> FinishReason | None:
         """Add the token that a collected step sampled; publishes pages that are full by now. Not for finished
@@ -160,8 +163,9 @@ class Scheduler:
 
     def _schedule_row(self, request: Request, count: int, rows: dict[Request, Row]) -> None:
         start = request.computed
-        sample = start + count == request.length
-        rows[request] = Row(request, start, count, sample, decode=count == 1 and start > 0)
+        generates = request.pooling is None
+        sample = generates and start + count == request.length
+        rows[request] = Row(request, start, count, sample, decode=generates and count == 1 and start > 0)
 
     def _admit(self, budget: int, rows: dict[Request, Row]) -> None:
         """Start waiting requests, in order, while their whole prompts fit next to what running prompts still
@@ -233,7 +237,7 @@ class Scheduler:
 
     def _cached_pages(self, request: Request) -> list[int]:
         """Cached pages of the request's prefix. At most length - 1 tokens: one must run to give the next."""
-        if not self.pool.prefix_cache:
+        if not self.pool.prefix_cache or request.pooling == "mean":  # which needs every token's state
             return []
         full = (request.length - 1) // self.pool.page_size
         return self.pool.find(self._hashes(request, full))
@@ -321,5 +325,8 @@ def _remove(requests: list[Request], request: Request) -> None:
 
 
 def _exhausted(request: Request) -> bool:
-    """Its last allowed token is being sampled already: another step would be thrown away."""
+    """Its last allowed token is being sampled already, or its prompt pooled: another step would be thrown
+    away."""
+    if request.pooling is not None:
+        return request.computed == request.length
     return request.pending > 0 and request.length >= request.token_limit

@@ -11,6 +11,7 @@ import msgspec
 
 from contracts.headers import PRIORITIES
 from worker.params import SamplingParams
+from worker.pooling import PoolingConfig, PoolingType
 
 NORMAL = PRIORITIES.index("normal")
 
@@ -30,6 +31,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     # Ends that the tokenizer knows, beside the model's own; not for a request with ignore_eos.
     end_token_ids: tuple[int, ...] = ()
     service_class: int = NORMAL  # index in contracts.headers.PRIORITIES
+    pooling: PoolingType | None = None  # no answer is generated: the prompt's states are pooled to a vector
 
 
 class ToEngine(msgspec.Struct, array_like=True):
@@ -61,6 +63,9 @@ class RequestOutput(msgspec.Struct, array_like=True):
     error: str | None = None  # with finish_reason "error"
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     queue_time: float = 0.0  # seconds from arrival to its first step; set on its first output
+    pooled: bytes | None = (
+        None  # of a request with `pooling`: float32, little-endian, neither cut nor normalised
+    )
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -94,6 +99,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    pooling: PoolingConfig | None = None  # None: the model generates
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):

@@ -18,6 +18,7 @@ from worker.runner.batch import BatchState, HostStep, device_step, host_step
 from worker.runner.graphs import DecodeGraphs, graph_sizes
 from worker.runner.kv_cache import KvCache
 from worker.runner.mixed_graphs import MixedGraphs, mixed_sizes
+from worker.runner.pooler import Pooled, Pooler
 from worker.runner.sampler import Sampled, Sampler
 from worker.runner.transfer import to_device
 
@@ -28,6 +29,7 @@ class Launched:
 
     step: Step
     sampled: Sampled | None
+    pooled: Pooled | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
         """Tokens and log-probabilities of the step's sampling rows, in row order. Waits for the device."""
@@ -59,6 +61,7 @@ class Runner:
             one_table=model.first_row(max_model_len) == 0,
         )
         self._sampler = Sampler(max_num_seqs, model.config.vocab_size, vocab_limit, device)
+        self._pooler = Pooler()
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         if graphs:
@@ -90,29 +93,45 @@ class Runner:
         if host.fresh:
             self._sampler.begin(host.fresh)
         logits = self._graphs.run(host) if self._graphs is not None and host.decode_only else None
-        if logits is None:
+        pooled = None
+        if logits is None and step.pools:
+            logits, pooled = self._run_pooling(step, host)
+        elif logits is None:
             logits = self._run(host)
         if logits is None:
-            return Launched(step, None)
+            return Launched(step, None, pooled)
         sampled = self._sampler.sample(logits, host.sampled)
         device = self._state.last_tokens.device
         if device.type == "cuda":
             rows = to_device(torch.from_numpy(host.rows[host.sample_rows]), device)
             self._state.last_tokens[rows] = sampled.tokens.clamp(min=0)  # not NOT_FINITE
-        return Launched(step, sampled)
+        return Launched(step, sampled, pooled)
 
     def _run(self, host: HostStep) -> Tensor | None:
         """Logits [R, vocab] of the rows that sample, in a step that is not all decodes; None without any."""
-        sample_rows = host.sample_rows if host.sampled else np.zeros(1, np.int64)  # never none
-        rows = to_device(torch.from_numpy(sample_rows), self.kv_cache.pool.device)
+        hidden = self._states(host, host.sample_rows)
+        return self.model.compute_logits(hidden) if host.sampled else None
+
+    def _run_pooling(self, step: Step, host: HostStep) -> tuple[Tensor | None, Pooled | None]:
+        """The same, and the vectors of prompts that the step completes."""
+        places, pieces = self._pooler.plan(step, host.starts)
+        hidden = self._states(host, np.concatenate([host.sample_rows, places]))
+        count = len(host.sampled)
+        logits = self.model.compute_logits(hidden[:count]) if count else None
+        return logits, self._pooler.pool(hidden[count:], pieces)
+
+    def _states(self, host: HostStep, places: np.ndarray) -> Tensor:
+        """Hidden states [P, hidden_size] after the final norm of the tokens at `places` [P] of the step; of
+        its first token for no places."""
+        if not len(places):
+            places = np.zeros(1, np.int64)
+        rows = to_device(torch.from_numpy(places), self.kv_cache.pool.device)
         hidden = self._mixed.forward(host) if self._mixed is not None else None
         if hidden is not None:
-            hidden = hidden[rows]
-        else:
-            tokens, batch = device_step(host, self._state)
-            every = len(rows) == len(tokens)
-            hidden = self.model.forward(tokens, batch, self.kv_cache.layers, None if every else rows)
-        return self.model.compute_logits(hidden) if host.sampled else None
+            return hidden[rows]
+        tokens, batch = device_step(host, self._state)
+        every = len(places) == len(tokens) and bool((places[1:] > places[:-1]).all())
+        return self.model.forward(tokens, batch, self.kv_cache.layers, None if every else rows)
 
 
 @torch.inference_mode()
