@@ -1,0 +1,54 @@
+"""How a family of models writes calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Payload = Literal["object", "list", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What calls stand between.
+
+    Args:
+        start: the mark before them; "": they begin the answer.
+        payload: "object": one call; "list": a JSON list of calls; "sequence": calls with semicolons between.
+        end: the mark after them; "": none.
+        only_known: it is a call only if its function is one of those offered (else it may be any JSON).
+    """
+
+    start: str
+    payload: Payload
+    end: str = ""
+    only_known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """A way to write calls.
+
+    Args:
+        name: vLLM's name of the parser for it.
+        marks: what calls stand between, any of them.
+        template_signs: a chat template that has one of these in it teaches this format, ...
+        template_counter_signs: ... unless it has one of these.
+        short_ids: ids of calls are nine letters and digits, as the family's templates demand.
+    """
+
+    name: str
+    marks: tuple[Mark, ...]
+    template_signs: tuple[str, ...]
+    template_counter_signs: tuple[str, ...] = ()
+    short_ids: bool = False
+
+    def is_taught_by(self, template: str) -> bool:
+        if any(sign in template for sign in self.template_counter_signs):
+            return False
+        return any(sign in template for sign in self.template_signs)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All marks; where one is a special token, it has to be seen in the text."""
+        return tuple(word for mark in self.marks for word in (mark.start, mark.end) if word)
