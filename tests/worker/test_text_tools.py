@@ -96,13 +96,15 @@ H = f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_cal
         ),
         (
             PHI,
-            '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]<|/tool_call|>',
+            '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, '
+            '{"name": "now", "arguments": {}}]<|/tool_call|>',
             [*a_call("f", '{"a": 1}'), *a_call("now", "{}")],
         ),
         (PHI, 'functools[{"name": "f", "arguments": {"a": 1}}]', a_call("f", '{"a": 1}')),
         (
             PHI,
-            '<|tool_call|>[{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]<|/tool_call|>',
+            '<|tool_call|>[{"type": "function", '
+            '"function": {"name": "f", "arguments": {"a": 1}}}]<|/tool_call|>',
             a_call("f", '{"a": 1}'),
         ),
         (
@@ -219,9 +221,10 @@ def test_any_calls_come_out_as_they_went_in(
 
 
 SHREDS = (
-    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "functools", "[TOOL_CALLS]", "<|python_tag|>",
-    '{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a": 1}}', '{"name": "zz", "parameters": {}}',
-    '"name"', '"arguments": ', "{", "}", "[", "]", ",", ";", '"', "\\", "\n", " ", "a", "<", "<think>", "</think>", "é",
+    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "functools", "[TOOL_CALLS]",
+    "<|python_tag|>", '{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a": 1}}',
+    '{"name": "zz", "parameters": {}}', '"name"', '"arguments": ', "{", "}", "[", "]", ",", ";", '"', "\\",
+    "\n", " ", "a", "<", "<think>", "</think>", "é",
 )  # fmt: skip
 wild_text = st.lists(st.sampled_from(SHREDS), max_size=14).map("".join)
 

@@ -68,7 +68,7 @@ class CallReader:
     Args:
         names: the functions there are, where only their names tell a call from other JSON; None: any name.
         start, end: the marks around calls. Before the arguments either shows that this is no call. In the
-            arguments, `end` ends the call only after a line break: in a string it is text, and those have none.
+            arguments, `end` ends the call only after a line break: JSON strings may hold it, but no breaks.
     """
 
     def __init__(self, names: Collection[str] | None = None, start: str = "", end: str = "") -> None:
