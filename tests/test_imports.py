@@ -17,7 +17,7 @@ WORKER_ALLOWED = {
     "params": set(),
     "pooling": set(),
     "ipc": {"params", "pooling"},
-    "request": {"ipc"},
+    "request": {"ipc", "params"},
     "model": set(),
     "weights": {"model", "pooling"},
     "text": {"params", "weights"},

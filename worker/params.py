@@ -21,6 +21,10 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 0.01  # it divides: far below, logits leave float32 and every draw is the same token
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_BAD_WORD_TOKENS = 4 * MAX_BAD_WORD_LENGTH  # a byte each at worst
 MAX_SCHEMA = 262_144  # characters of a JSON schema
 MAX_REGEX = 16_384  # characters
 MAX_GRAMMAR = 65_536  # characters
@@ -112,6 +116,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         repetition_penalty: over prompt and output, 0.01 to 2; 1 is none (CTRL, arXiv 1909.05858).
         presence_penalty, frequency_penalty: over the output, -2 to 2.
         logit_bias: token id -> addend, -100 to 100.
+        allowed_token_ids: the only tokens that may come, at most 16,384; None: all.
+        bad_words: texts that must not come, at most 256. Whoever has the tokenizer makes tokens of them.
+        bad_words_token_ids: the same as tokens: the last one of each is masked where the others come just
+            before it in the output.
         logprobs: number of alternatives reported a token, 0 to 20; None: none at all.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the form that the answer must have; None: any.
@@ -133,6 +141,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
@@ -143,6 +154,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stops = (stop,) if isinstance(stop, str) else tuple(self.stop or ())
         msgspec.structs.force_setattr(self, "stop", stops)
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        words: object = self.bad_words
+        if isinstance(words, str):
+            _fail("bad_words", "bad_words must be a list of strings")
+        msgspec.structs.force_setattr(self, "bad_words", tuple(self.bad_words or ()))
+        sequences = tuple(map(tuple, self.bad_words_token_ids or ()))
+        msgspec.structs.force_setattr(self, "bad_words_token_ids", sequences)
+        if self.allowed_token_ids is not None:
+            msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         self._check_int("n", self.n, 1, MAX_N)
         self._check_float("temperature", self.temperature, 0.0, 2.0)
         self._check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
@@ -150,6 +169,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             self._check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        self._check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
+        self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logprobs is not None:
+            self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_ends()
+        self._check_tokens()
+        form: object = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputs):
+            _fail("structured_outputs", "structured_outputs must be a StructuredOutputs or None")
+
+    def _check_ends(self) -> None:
+        """What ends the answer."""
         if self.max_tokens is not None:
             self._check_int("max_tokens", self.max_tokens, 1, 1 << 31)
         self._check_int("min_tokens", self.min_tokens, 0, 1 << 31)
@@ -157,18 +189,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _fail(
                 "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
-        if len(self.stop) > MAX_STOP:
-            _fail("stop", f"stop may hold at most {MAX_STOP} strings, not {len(self.stop)}")
-        for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                _fail("stop", f"each stop string must have 1 to {MAX_STOP_LENGTH} characters")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            _fail("stop_token_ids", f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids")
-        for token in self.stop_token_ids:
-            self._check_int("stop_token_ids", token, 0, 1 << 31)
-        self._check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
-        self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_texts("stop", self.stop, MAX_STOP, MAX_STOP_LENGTH)
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+
+    def _check_tokens(self) -> None:
+        """What makes single tokens likelier, or impossible."""
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             _fail(
                 "logit_bias",
@@ -177,11 +202,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token, bias in self.logit_bias.items():
             self._check_int("logit_bias", token, 0, 1 << 31)
             self._check_float("logit_bias", bias, -100.0, 100.0)
-        if self.logprobs is not None:
-            self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        form: object = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputs):
-            _fail("structured_outputs", "structured_outputs must be a StructuredOutputs or None")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                _fail("allowed_token_ids", "allowed_token_ids is empty: no token could come; leave it out")
+            _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+        if any(not word.strip() for word in self.bad_words):
+            _fail("bad_words", "each of bad_words must have more than spaces")
+        if len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
+            _fail("bad_words_token_ids", f"bad_words_token_ids may hold at most {2 * MAX_BAD_WORDS} lists")
+        for word in self.bad_words_token_ids:
+            if not word:
+                _fail("bad_words_token_ids", "each of bad_words_token_ids must have a token")
+            _check_ids("bad_words_token_ids", word, MAX_BAD_WORD_TOKENS)
 
     @property
     def greedy(self) -> bool:
@@ -210,6 +243,23 @@ def _check_text(name: str, value: object, longest: int) -> None:
     if value is not None and (not isinstance(value, str) or not 0 < len(value) <= longest):
         size = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
         _fail(name, f"{name} must be text of 1 to {longest} characters, not {size}")
+
+
+def _check_texts(name: str, texts: tuple[object, ...], most: int, longest: int) -> None:
+    if len(texts) > most:
+        _fail(name, f"{name} may hold at most {most} strings, not {len(texts)}")
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= longest:
+            _fail(name, f"each string of {name} must have 1 to {longest} characters")
+
+
+def _check_ids(name: str, ids: tuple[object, ...], most: int) -> None:
+    """Token ids by type and count; whether the vocabulary has them is for whoever knows it."""
+    if len(ids) > most:
+        _fail(name, f"{name} may hold at most {most} ids, not {len(ids)}")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 1 << 31:
+            _fail(name, f"{name} must hold token ids, whole numbers from 0 to 2147483647, not {token!r}")
 
 
 def _fail(param: str, message: str) -> NoReturn:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from worker.ipc.messages import EngineRequest, FinishReason
+from worker.params import SamplingParams
 
 # Requests run in the order of arrival + priority * AGEING + class * CLASS_AGEING seconds, so that urgent ones
 # go first and nothing starves.
@@ -43,6 +45,7 @@ class Request:
         "row",
         "seed",
         "service_class",
+        "shaped_for",
         "stop_tokens",
         "token_limit",
         "tokens",
@@ -77,6 +80,7 @@ class Request:
         self.first_scheduled = 0.0
         ends = frozenset() if params.ignore_eos else eos_token_ids.union(message.end_token_ids)
         self.stop_tokens = ends.union(params.stop_token_ids)
+        self.shaped_for = _shaped_for(params, self.stop_tokens)
         self.token_limit = max_model_len  # prompt + output never get longer
         if self.pooling is not None:
             self.token_limit = self.prompt_length
@@ -99,6 +103,16 @@ class Request:
         return self.length - self.prompt_length
 
     @property
+    def position(self) -> int:
+        """Place in the answer, from 0, of the token being sampled, which counts as pending already."""
+        return self.output_length - 1
+
+    @property
+    def unread(self) -> int:
+        """Tokens before the one being sampled that the host doesn't know yet."""
+        return self.pending - 1
+
+    @property
     def decoding(self) -> bool:
         """Everything but the last token is in the cache: one row brings the next token."""
         return self.computed == self.length - 1 and self.computed > 0
@@ -112,6 +126,21 @@ class Request:
         if len(self.tokens) >= self.token_limit:
             return "length"
         return None
+
+
+def _shaped_for(params: SamplingParams, stop_tokens: frozenset[int]) -> int:
+    """For how many tokens of the answer logits are changed before the draw: by bias, penalties or masks."""
+    lasting = (
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids
+    )
+    if lasting:
+        return sys.maxsize
+    return params.min_tokens if stop_tokens else 0
 
 
 @dataclass(slots=True)

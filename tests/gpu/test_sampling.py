@@ -47,8 +47,8 @@ def test_same_tokens_as_on_the_cpu(dtype: torch.dtype, spread: float):
     logits[:, LIMIT:] = 90.0
     logits[7, 100:] = -torch.inf
     rows = requests(256, seed=int(spread * 10))
-    want, _ = Sampler(256, VOCAB, LIMIT, torch.device("cpu")).sample(logits.float(), rows).read()
-    got, _ = Sampler(256, VOCAB, LIMIT, torch.device("cuda")).sample(logits.cuda(), rows).read()
+    want, _ = Sampler(VOCAB, LIMIT, torch.device("cpu")).sample(logits.float(), rows).read()
+    got, _ = Sampler(VOCAB, LIMIT, torch.device("cuda")).sample(logits.cuda(), rows).read()
     # Sums in another order: a draw, or a share of the mass, within a rounding of the edge may fall the other
     # way.
     assert sum(a != b for a, b in zip(got, want)) <= 3
@@ -81,7 +81,7 @@ def test_greedy_takes_the_first_of_equals_and_nothing_beyond_the_limit():
 
 def test_sampling_never_waits_for_the_device():
     rows = requests(32, seed=5)
-    sampler = Sampler(32, VOCAB, LIMIT, torch.device("cuda"))
+    sampler = Sampler(VOCAB, LIMIT, torch.device("cuda"))
     logits = torch.randn(32, VOCAB, device="cuda").bfloat16()
     sampler.sample(logits, rows)
     torch.cuda.synchronize()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.ipc.messages import EngineRequest
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.runner.sampler import NOT_FINITE, Sampler, _threshold, uniform
+from worker.runner.draw import smallest_kept, uniform
+from worker.runner.sampler import NOT_FINITE, Sampler
 
 CPU = torch.device("cpu")
 V = 40
 
 
-def make_sampler(rows: int = 64, vocab: int = V, limit: int | None = None) -> Sampler:
-    return Sampler(rows, vocab, limit or vocab, CPU)
+def make_sampler(vocab: int = V, limit: int | None = None) -> Sampler:
+    return Sampler(vocab, limit or vocab, CPU)
 
 
 def request(params: SamplingParams, row: int = 0, seed: int = 0, prompt=(1, 2), outputs=()) -> Request:
@@ -46,6 +49,11 @@ def oracle(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     return probs / probs.sum()
 
 
+def changed(params: SamplingParams) -> dict[str, object]:
+    """The parameters that aren't the defaults."""
+    return dict(msgspec.to_builtins(params))
+
+
 PARAMS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7),
@@ -58,13 +66,13 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("params", PARAMS, ids=lambda params: repr(changed(params)))
 def test_distribution(params: SamplingParams):
-    """Chi-square over 20,000 draws with fixed seeds; p = 0.001 for the degrees of freedom at hand."""
+    """Chi-square over 8,000 draws with fixed seeds; p = 0.001 for the degrees of freedom at hand."""
     torch.manual_seed(1)
     logits = torch.randn(V) * 2
     want = oracle(logits, params)
-    sampler = make_sampler(rows=2000)
+    sampler = make_sampler()
     counts = torch.zeros(V)
     for base in range(0, 8_000, 2000):
         rows = [request(params, row=i, seed=base + i) for i in range(2000)]
@@ -123,23 +131,30 @@ def test_greedy_below_1e_5():
         assert make_sampler().sample(logits.clone(), [row]).read()[0] == [int(logits.argmax())]
 
 
-def test_penalties_follow_their_formulas():
-    torch.manual_seed(3)
-    logits = torch.randn(1, V)
-    params = SamplingParams(
-        temperature=0, repetition_penalty=1.7, presence_penalty=0.9, frequency_penalty=0.4, logprobs=1
+@pytest.mark.parametrize("penalty", [0.3, 1.7])
+def test_penalties_are_those_of_transformers_and_openai(penalty: float):
+    """Rows with and without, whose batch rows aren't their places."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, V, generator=generator) * 3
+    prompt, outputs = [1, 2, 3], [3, 4, 4]
+    all_three = SamplingParams(
+        temperature=0, repetition_penalty=penalty, presence_penalty=0.9, frequency_penalty=-0.4
     )
-    row = request(params, prompt=[1, 2, 3], outputs=[3, 4, 4])
-    want = logits[0].clone()
-    for token in (1, 2, 3, 4):
-        want[token] = want[token] / 1.7 if want[token] > 0 else want[token] * 1.7
-    want[3] -= 0.9 + 0.4
-    want[4] -= 0.9 + 0.8
+    rows = [
+        request(SamplingParams(temperature=0), row=5),
+        request(all_three, row=2, prompt=prompt, outputs=outputs),
+        request(SamplingParams(temperature=0, repetition_penalty=penalty), row=0, prompt=prompt),
+    ]
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    want = logits.clone()
+    want[1:2] = processor(torch.tensor([prompt + outputs]), logits[1:2].clone())
+    want[2:3] = processor(torch.tensor([prompt]), logits[2:3].clone())
+    for token in set(outputs):
+        want[1, token] -= 0.9 - 0.4 * outputs.count(token)
     sampler = make_sampler()
-    sampler.begin([row])
-    changed = logits.clone()
-    sampler.sample(changed, [row])
-    torch.testing.assert_close(changed[0], want)
+    sampler.begin(rows)
+    sampler.sample(logits, rows)
+    torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
 
 
 def test_counts_follow_what_was_sampled_without_reading_it_back():
@@ -164,19 +179,24 @@ def test_a_row_taken_over_starts_with_its_own_counts():
     assert sampler.sample(logits, [second]).read()[0] == [5]
 
 
+def take(sampler: Sampler, logits: torch.Tensor, rows: list[Request]) -> list[int]:
+    """The tokens of a first step of these requests."""
+    sampler.begin(rows)
+    return sampler.sample(logits, rows).read()[0]
+
+
 def test_logit_bias_and_min_tokens():
     logits = torch.zeros(1, V)
     logits[0, 0] = 5.0  # the end-of-sequence token
     row = request(SamplingParams(temperature=0, min_tokens=1, logit_bias={7: 50.0}))
-    assert make_sampler().sample(logits.clone(), [row]).read()[0] == [7]
+    assert take(make_sampler(), logits.clone(), [row]) == [7]
     row = request(SamplingParams(temperature=0, min_tokens=1))
-    assert make_sampler().sample(logits.clone(), [row]).read()[0] != [0]
+    assert take(make_sampler(), logits.clone(), [row]) != [0]
     row = request(SamplingParams(temperature=0, min_tokens=1), outputs=[9])
-    assert make_sampler().sample(logits.clone(), [row]).read()[0] == [0]
+    assert take(make_sampler(), logits.clone(), [row]) == [0]
 
 
 def test_padded_vocabulary_rows_are_never_sampled():
-    sampler = make_sampler(limit=30)
     bias = dict.fromkeys(range(30, V), 100.0)
     for temperature in (0.0, 1.0):
         rows = [
@@ -185,8 +205,7 @@ def test_padded_vocabulary_rows_are_never_sampled():
         ]
         logits = torch.zeros(64, V)
         logits[:, 30:] = 100.0
-        tokens, _ = sampler.sample(logits, rows).read()
-        assert max(tokens) < 30
+        assert max(take(make_sampler(limit=30), logits, rows)) < 30
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -210,7 +229,9 @@ def test_logprobs_are_of_the_raw_logits():
         request(SamplingParams(temperature=0), row=1),
         request(SamplingParams(temperature=0, logprobs=0), row=2),
     ]
-    tokens, entries = make_sampler().sample(logits.clone(), rows).read()
+    sampler = make_sampler()
+    sampler.begin(rows)
+    tokens, entries = sampler.sample(logits.clone(), rows).read()
     first, second, third = entries
     want = torch.log_softmax(logits[0], -1)
     assert tokens[0] == 8
@@ -231,10 +252,10 @@ def test_the_first_guess_and_the_full_sort_agree(top_p: float, top_k: int):
     torch.manual_seed(5)
     probs = torch.softmax(torch.randn(6, 1000) * torch.tensor([[0.1], [0.5], [1], [2], [4], [8]]), -1)
     k, p = torch.full((6, 1), float(top_k)), torch.full((6, 1), top_p)
-    exact, certain = _threshold(probs.sort(descending=True).values, k, p, complete=True)
+    exact, certain = smallest_kept(probs.sort(descending=True).values, k, p, complete=True)
     assert certain.all()
     guess = max(256, top_k)
-    quick, certain = _threshold(probs.topk(guess).values, k, p, complete=guess == 1000)
+    quick, certain = smallest_kept(probs.topk(guess).values, k, p, complete=guess == 1000)
     assert torch.equal(quick[certain], exact[certain])
 
 

@@ -26,7 +26,7 @@ from worker.ipc.messages import (
 )
 from worker.request import Request, Row
 from worker.runner.kv_cache import KvCache
-from worker.runner.sampler import NOT_FINITE
+from worker.runner.sampler import NOT_FINITE, NOTHING_LEFT
 from worker.runner.step import Launched, Runner, activation_bytes, dry_run
 
 OnProgress = Callable[[Progress], None]
@@ -34,6 +34,10 @@ OnProgress = Callable[[Progress], None]
 # page's worth of tokens.
 WORTH_WAITING = {"cuda": 256, "cpu": 16}
 NOT_FINITE_ERROR = "the model produced values that are not finite numbers"
+_FAILURES = {
+    NOT_FINITE: NOT_FINITE_ERROR,
+    NOTHING_LEFT: "no token could follow: what the request allows and what it forbids leave none",
+}
 
 
 class Engine:
@@ -259,10 +263,10 @@ class Engine:
         if len(request.tokens) == request.prompt_length:
             output.cached_tokens = request.cached_tokens
             output.queue_time = max(0.0, request.first_scheduled - request.arrival)
-        if token == NOT_FINITE:
+        if token in _FAILURES:
             output.token_ids = []
             output.finish_reason = "error"
-            output.error = NOT_FINITE_ERROR
+            output.error = _FAILURES[token]
             self.scheduler.finish(request, "error")
         else:
             self._generation_tokens += 1

@@ -60,7 +60,7 @@ class Runner:
             device,
             one_table=model.first_row(max_model_len) == 0,
         )
-        self._sampler = Sampler(max_num_seqs, model.config.vocab_size, vocab_limit, device)
+        self._sampler = Sampler(model.config.vocab_size, vocab_limit, device, self._state.last_tokens)
         self._pooler = Pooler()
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
