@@ -25,11 +25,13 @@ from worker.runner.transfer import to_device
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way: the device may still be computing it."""
+    """A step on its way: the device may still be computing it. Its tokens are drawn by `Runner.sample`."""
 
     step: Step
-    sampled: Sampled | None
+    host: HostStep
+    logits: Tensor | None  # [R, vocab] of the rows that sample, until they have; None without any
     pooled: Pooled | None = None
+    sampled: Sampled | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
         """Tokens and log-probabilities of the step's sampling rows, in row order. Waits for the device."""
@@ -86,9 +88,15 @@ class Runner:
         self._graphs.capture(lambda: on_progress(next(done), total))
         self._mixed.capture(self._graphs.pool, lambda: on_progress(next(done), total))
 
-    @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         """Start a step. On a GPU it returns before the step has run."""
+        launched = self.forward(step)
+        self.sample(launched)
+        return launched
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> Launched:
+        """The first part of `launch`: the model. `sample` must follow before the next step's."""
         host = host_step(step, self._state)
         if host.fresh:
             self._sampler.begin(host.fresh)
@@ -98,14 +106,20 @@ class Runner:
             logits, pooled = self._run_pooling(step, host)
         elif logits is None:
             logits = self._run(host)
-        if logits is None:
-            return Launched(step, None, pooled)
-        sampled = self._sampler.sample(logits, host.sampled)
+        return Launched(step, host, logits, pooled)
+
+    @torch.inference_mode()
+    def sample(self, launched: Launched) -> None:
+        """The second part: draw a token for every row that samples."""
+        if launched.logits is None:
+            return
+        host = launched.host
+        launched.sampled = self._sampler.sample(launched.logits, host.sampled)
+        launched.logits = None
         device = self._state.last_tokens.device
         if device.type == "cuda":
             rows = to_device(torch.from_numpy(host.rows[host.sample_rows]), device)
-            self._state.last_tokens[rows] = sampled.tokens.clamp(min=0)  # not NOT_FINITE
-        return Launched(step, sampled, pooled)
+            self._state.last_tokens[rows] = launched.sampled.tokens.clamp(min=0)  # not NOT_FINITE
 
     def _run(self, host: HostStep) -> Tensor | None:
         """Logits [R, vocab] of the rows that sample, in a step that is not all decodes; None without any."""
