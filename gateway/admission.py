@@ -22,6 +22,7 @@ _NAMES = {
     for kind in (Kind.REQUESTS, Kind.TOKENS)
 }
 _LINES = {kind: b"%b: %%d\r\n%b: %%d\r\n%b: %%b\r\n" % names for kind, names in _NAMES.items()}
+_EMBEDDINGS = b"/v1/embeddings"
 _WITHOUT_TOKENS = (b"/tokenize", b"/detokenize")  # nothing is generated there
 
 
@@ -114,7 +115,7 @@ class Admission:
         """For a plan with charges. ApiError 429 over a limit, and then nothing was consumed; 503 when limits
         can't be checked and must be."""
         generates = plan.counts_tokens and not path.startswith(_WITHOUT_TOKENS)
-        tokens = reservation(body) if generates else 0
+        tokens = reservation(body, embeds=path.startswith(_EMBEDDINGS)) if generates else 0
         answer = await self._limiter.acquire(plan.charges, tokens)
         if isinstance(answer, Granted):
             return answer

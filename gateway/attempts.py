@@ -26,7 +26,10 @@ from gateway.usage.record import MAX_BODY
 
 MAX_ATTEMPTS = 4  # without refusals of workers that drain: all of a version may do that at once
 CLIENT_LEFT = 499  # status in metrics; nobody is there to read it
-GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/generate", b"/generate_stream")
+METERED = (  # their tokens are written down
+    *(b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"),
+    *(b"/generate", b"/generate_stream"),
+)
 
 _REQUEST_ID = REQUEST_ID.encode()
 _DRAINING = DRAINING.encode()
@@ -56,7 +59,7 @@ async def serve(call: Call, inbound: Inbound, who: Identity) -> None:
         plan = means.admission.plan(who, model)
         if plan.charges:
             call.granted = await means.admission.admit(plan, call.path, inbound.body)
-        if plan.counts_tokens or (recorder is not None and call.route in GENERATING):
+        if plan.counts_tokens or (recorder is not None and call.route in METERED):
             call.bill = Bill()
         await _try_targets(call, inbound, who)
     except asyncio.CancelledError:

@@ -17,6 +17,7 @@ from gateway.asgi import Headers, Receive, Scope
 from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
 from gateway.limits.estimate import sequences
 
+EMBEDDINGS = "/v1/embeddings"
 MAX_SEQUENCES = 16  # more would keep all others waiting until the last of them has ended
 FORWARDED = {b"content-type": 1, b"accept": 2}  # bits
 _TRACE_HEADERS = (TRACEPARENT.encode(), TRACESTATE.encode())
@@ -48,6 +49,7 @@ class _Wanted(msgspec.Struct):
     stream: Any = None
     n: Any = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
 
 
 _decoder = msgspec.json.Decoder(_Wanted)
@@ -159,6 +161,8 @@ def parse_body(body: bytes, scope: Scope) -> Inbound:
     count = 1
     if wanted.n is not None or wanted.prompt:
         count = min(sequences(wanted.n, bytes(wanted.prompt)), MAX_SEQUENCES)
+    elif wanted.input and scope["path"] == EMBEDDINGS:
+        count = min(sequences(None, bytes(wanted.input)), MAX_SEQUENCES)
     return Inbound(body, _model_name(wanted, scope), user, in_query, streams, count)
 
 

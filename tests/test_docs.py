@@ -205,6 +205,7 @@ FIELD_TABLES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/chat/completions": schemas.ChatRequest,
     "POST /v1/completions": schemas.CompletionRequest,
     "POST /generate": schemas.GenerateRequest,
+    "POST /v1/embeddings": schemas.EmbeddingRequest,
     "POST /tokenize": schemas.TokenizeRequest,
     "POST /detokenize": schemas.DetokenizeRequest,
     "Worker administration": schemas.AbortRequest,

@@ -17,6 +17,7 @@ _COMMANDS = {
     "config": "gateway.cli.config:config",
     "keys": "gateway.cli.keys:keys",
     "limits": "gateway.cli.limits:limits",
+    "cache": "gateway.cli.cache:cache",
     "usage": "gateway.cli.usage:usage",
     "audit": "gateway.cli.audit:audit",
     "plan": "gateway.cli.plan:plan",

@@ -20,6 +20,7 @@ class _Sized(msgspec.Struct):
     n: Any = None
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
 
 
 _decoder = msgspec.json.Decoder(_Sized)
@@ -32,12 +33,15 @@ def sequences(n: object, prompt: bytes) -> int:
     return answers * _prompt(prompt)[1] if prompt[:1] == b"[" else answers
 
 
-def reservation(body: bytes) -> int:
-    """Tokens of the prompts, estimated, and of all answers at their longest. `body` is a JSON object."""
+def reservation(body: bytes, *, embeds: bool = False) -> int:
+    """Tokens of the prompts, estimated, and of all answers at their longest. `body` is a JSON object.
+    `embeds`: it asks for embeddings, which have inputs and no answers."""
     try:
         sized = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the worker will say what is wrong
         return USUAL_ANSWER
+    if embeds:
+        return max(1, _prompt(bytes(sized.input))[0])
     prompt, prompts = _prompt(bytes(sized.prompt))
     answer = sized.max_tokens if _is_count(sized.max_tokens) else sized.max_completion_tokens
     if not _is_count(answer):

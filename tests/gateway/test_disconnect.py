@@ -15,6 +15,7 @@ from tests.gateway.rig import CHAT, Rig, http_post, one_worker, until
 PROXIED = [
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/generate",
     "/generate_stream",
     "/tokenize",

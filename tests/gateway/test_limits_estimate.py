@@ -56,6 +56,22 @@ def test_nonsense_is_left_to_the_worker(body: dict[str, Any]) -> None:
     assert 0 < reservation(json.dumps(body).encode()) < 1000
 
 
+@pytest.mark.parametrize(
+    ("value", "least", "most"),
+    [
+        (WORDS, 9, 12),
+        ([WORDS, WORDS], 18, 26),
+        ([5, 6, 7], 3, 3),
+        ([[5, 6], [7]], 3, 3),
+        ("", 1, 1),
+        (None, 1, 1),
+    ],
+)
+def test_embeddings_have_inputs_and_no_answers(value: Any, least: int, most: int) -> None:
+    body = json.dumps({"model": "m", "input": value}).encode()
+    assert least <= reservation(body, embeds=True) <= most
+
+
 def test_what_isnt_json_is_no_failure() -> None:
     assert reservation(b"{") == USUAL_ANSWER
     assert reservation(b'{"prompt": "\xff"}') > 0

@@ -13,6 +13,7 @@ TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PROXIED = [
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/generate",
     "/generate_stream",
     "/tokenize",

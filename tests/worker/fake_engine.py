@@ -13,12 +13,15 @@ from functools import cache
 from typing import Any, Literal
 
 import httpx
+import msgspec
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from worker.config import WorkerConfig
 from worker.ipc.client import EngineDead, RequestStream
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput, TokenLogprob
+from worker.pooling import PoolingConfig
 from worker.server.app import create_app
 from worker.server.lifecycle import HttpServer, uvicorn_config
 from worker.server.state import ServerState
@@ -51,6 +54,8 @@ INFO = EngineInfo(
     kv_cache_bytes=1,
     load_seconds=0.0,
 )
+POOLING = PoolingConfig("last", normalize=True, size=4, sizes=(2,))
+POOLING_INFO = msgspec.structs.replace(INFO, pooling=POOLING)
 
 
 @cache
@@ -147,11 +152,21 @@ class FakeEngine:
             if not self.paused:
                 self.step()
 
+    @staticmethod
+    def vector(request: EngineRequest) -> bytes:
+        """Length and first token of the prompt, beside zeros: a vector of POOLING.size numbers."""
+        tokens = request.prompt_token_ids
+        return np.array([len(tokens), tokens[0], 0, 0], "<f4").tobytes()
+
     def step(self) -> None:
         self.last_message = time.monotonic()
         for request_id, (request, stream, tokens) in list(self._running.items()):
             new, rest = tokens[: self.per_step], tokens[self.per_step :]
             self.generated += len(new)
+            if request.pooling is not None:
+                stream.put(RequestOutput(request_id, [], finish_reason="stop", pooled=self.vector(request)))
+                del self._running[request_id]
+                continue
             output = RequestOutput(request_id, new, cached_tokens=len(request.prompt_token_ids) // 16 * 16)
             ends = () if request.params.ignore_eos else request.end_token_ids
             stopped = new and new[-1] in (*request.params.stop_token_ids, *ends)

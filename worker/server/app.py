@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from worker.server import admin
 from worker.server.chat import chat_completions
 from worker.server.completions import completions
+from worker.server.embeddings import embeddings
 from worker.server.endpoint import Endpoint, Handler
 from worker.server.exchange import Exchange
 from worker.server.native import detokenize, generate, generate_stream, tokenize
@@ -17,6 +18,7 @@ from worker.server.state import ServerState
 _WORK: dict[str, Handler] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
+    "/v1/embeddings": embeddings,
     "/generate": generate,
     "/generate_stream": generate_stream,
     "/tokenize": tokenize,
@@ -41,6 +43,7 @@ _ADMIN: dict[str, Handler] = {
     "/admin/abort": admin.abort,
     "/admin/names": admin.names,
     "/admin/reset_prefix_cache": admin.reset_prefix_cache,
+    "/reset_prefix_cache": admin.reset_prefix_cache,  # where other servers have it
 }
 
 

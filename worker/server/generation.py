@@ -131,7 +131,7 @@ class Generation:
                     params=engine_params,
                     seed=seed,
                     cache_salt=request.cache_salt or "",
-                    priority=_priority(request.priority or 0, service_class),
+                    priority=priority_of(request.priority or 0, service_class),
                     end_token_ids=ends,
                     service_class=NORMAL if service_class is None else service_class,
                 )
@@ -307,7 +307,7 @@ def _answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, para
     return wanted or min(info.max_model_len, capacity) - length
 
 
-def _priority(wanted: int, service_class: int | None) -> int:
+def priority_of(wanted: int, service_class: int | None) -> int:
     """Where a gateway tells classes apart, a request can put itself back, but not before another class."""
     return wanted if service_class is None else max(wanted, -MOST_RAISED)
 
@@ -322,10 +322,18 @@ def _check_logit_bias(params: SamplingParams, info: EngineInfo) -> None:
 
 
 def check_sequences(state: ServerState, prompts: int, n: int) -> None:
-    """ApiError 400 for more answers in one request than could ever be admitted together."""
+    """ApiError 400 for a model that doesn't answer, or for more answers in one request than could ever be
+    admitted together."""
     if prompts > MAX_PROMPTS:
         raise bad_request(f"prompt may hold at most {MAX_PROMPTS} prompts, not {prompts}", "prompt")
     _, info, _ = state.ready()
+    if info.pooling is not None:
+        raise bad_request(
+            "This model gives embeddings (/v1/embeddings) and no answers; the worker's option --runner "
+            "generate makes it answer.",
+            "model",
+            "wrong_runner",
+        )
     most = min(MAX_PROMPTS, info.max_num_seqs + state.config.max_waiting)
     if prompts * n > most:
         raise bad_request(

@@ -53,7 +53,12 @@ def _check_extras(request: Sampling) -> None:
         value = getattr(request, name)
         if value is not None and value is not False and value != []:
             raise bad_request(f"{name} is not supported; leave it out", name)
-    if request.cache_salt is not None and len(request.cache_salt) > MAX_SALT:
+    check_scheduling(request.cache_salt, request.priority)
+
+
+def check_scheduling(cache_salt: str | None, priority: int | None) -> None:
+    """ApiError 400 for what is out of bounds."""
+    if cache_salt is not None and len(cache_salt) > MAX_SALT:
         raise bad_request(f"cache_salt may have at most {MAX_SALT} characters", "cache_salt")
-    if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
+    if priority is not None and abs(priority) > MAX_PRIORITY:
         raise bad_request(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")

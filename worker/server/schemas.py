@@ -131,6 +131,18 @@ class GenerateRequest(Sampling, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    model_name: str | None = None
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     model_name: str | None = None

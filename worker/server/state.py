@@ -21,7 +21,6 @@ from worker.server.times import TimesBook
 from worker.server.usage import UsageBook
 
 if TYPE_CHECKING:
-    from worker.server.generation import Generation
     from worker.server.tracing import Tracer
 
 _COMPUTING_FACTOR = 10
@@ -50,6 +49,15 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     async def call(self, operation: str) -> str: ...
+
+
+class Work(Protocol):
+    """A request that the engine works on. `names`: ids that its client may know it by."""
+
+    names: frozenset[str]
+
+    def abort(self, error: ApiError) -> None:
+        """End it from outside, with `error` as its answer."""
 
 
 class Gate:
@@ -109,7 +117,7 @@ class ServerState:
         self.stopped: ApiError | None = None
         self.tracer: Tracer | None = None
         self.created = int(time.time())
-        self.generations: set[Generation] = set()
+        self.generations: set[Work] = set()
         self.usage = UsageBook()
         identity = f"{config.model}\n{config.dtype}\n{config.kv_cache_dtype}\n{config.rope_theta}"
         self.fingerprint = "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12]
