@@ -31,6 +31,7 @@ MODULES = (
     "rope_cache",
     "sampling",
     "swiglu",
+    "token_mask",
 )
 
 

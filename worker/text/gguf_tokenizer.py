@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from worker.text.parts import TokenizerError, TokenizerParts
 from worker.text.pieces import SPACE, Spelling
@@ -185,6 +194,7 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, Spelling, bool]:
     steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    backend.decoder = decoders.ByteLevel()
     return backend, Spelling("byte-level"), pre.add_bos
 
 
@@ -203,6 +213,8 @@ def _sentencepiece(fields: _Fields) -> tuple[Tokenizer, Spelling, bool]:
     prefix = bool(fields.get("add_space_prefix", True))
     spaces = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend, Spelling("sentencepiece", strip_leading_space=prefix), True
 
 

@@ -63,6 +63,10 @@ class Tokenizer:
         """The tokenizer in a directory, a tokenizer.json or a GGUF file. Raises TokenizerError."""
         return cls(_read(Path(path).expanduser()))
 
+    def to_json(self) -> str:
+        """The pipeline as a tokenizer.json."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written out in it are recognized, as chat templates need.
 

@@ -1,0 +1,102 @@
+"""GrammarChecker: whether a form can be compiled, found in a process of its own (worker/grammar/checker.py).
+
+A form comes from a client: what it makes a compiler do must not end, fill or hold up the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from worker.grammar.compiling import GrammarError
+from worker.params import StructuredOutputs
+
+_REMEMBERED = 1024  # verdicts
+_MOST_WAITING = 64  # checks at a time; one runs
+_TOO_MUCH = "it takes too much time or memory to compile; make it smaller or simpler"
+
+
+class CheckerBusy(Exception):
+    """Too many forms wait to be checked."""
+
+
+class GrammarChecker:
+    """Checks forms, one at a time, and remembers what it found. The process starts with the first one."""
+
+    def __init__(self, special_tokens: Sequence[str] = ()) -> None:
+        self._special_tokens = list(special_tokens)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._found: OrderedDict[bytes, str] = OrderedDict()  # by hash of the form; the last used last
+
+    async def check(self, form: StructuredOutputs) -> None:
+        """GrammarError when the form can't be used; CheckerBusy when it can't be known now."""
+        line = msgspec.json.encode(form)
+        key = hashlib.sha256(line).digest()
+        if key not in self._found:
+            if self._waiting >= _MOST_WAITING:
+                raise CheckerBusy
+            # A client that leaves must not cut the exchange with the process short.
+            await asyncio.shield(asyncio.ensure_future(self._find(key, line)))
+        self._found.move_to_end(key)
+        if self._found[key]:
+            raise GrammarError(self._found[key])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._close_pipes()
+            self._process = None
+
+    async def _find(self, key: bytes, line: bytes) -> None:
+        self._waiting += 1
+        try:
+            async with self._turn:
+                if key not in self._found:
+                    self._found[key] = await asyncio.to_thread(self._ask, line)
+        finally:
+            self._waiting -= 1
+        while len(self._found) > _REMEMBERED:
+            self._found.popitem(last=False)
+
+    def _ask(self, line: bytes) -> str:
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer = b""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        if answer:
+            return str(json.loads(answer))
+        code = process.wait()
+        self.close()
+        if code >= 0:
+            raise RuntimeError(f"the process that checks grammars has ended with code {code}")
+        return _TOO_MUCH  # the kernel ended it
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "worker.grammar.checker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._special_tokens).encode() + b"\n")
+        return self._process
+
+    def _close_pipes(self) -> None:
+        assert self._process is not None
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()

@@ -1,0 +1,108 @@
+"""StructuredOutputs compiled by llguidance: a matcher, which knows the tokens that may come next.
+
+llguidance (github.com/guidance-ai/llguidance) follows the answer with an Earley parser over derivatives of
+regular expressions, lazily: compiling is quick, the work is done as the answer goes. Its limits bound what a
+single step of that may cost.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from worker.params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# A thread that compiles needs so much stack: llguidance descends into chains of rules, and a chain as long as
+# the longest grammar must not end the process.
+STACK_BYTES = 256 << 20
+MAX_GBNF = 16_384  # characters; it is converted in Python
+_MAX_ERROR = 500  # characters of a message
+# Between two elements of a document. Without a bound, a small model may write nothing else.
+_WHITESPACE = r"[ \n\r\t]{1,24}"
+_NOTHING_MATCHES = "no answer can have this form"
+
+
+class GrammarError(ValueError):
+    """A schema, regular expression or grammar that can't be used; the message says why."""
+
+
+def compile_matcher(tokenizer: LLTokenizer, form: StructuredOutputs) -> LLMatcher:
+    """A matcher before the first token of an answer; the tokens that may come first are worked out already.
+
+    Call it on a thread with STACK_BYTES; it leaves the interpreter to others. Raises GrammarError.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=500_000, step_lexer_fuel=50_000, max_lexer_states=20_000, verbose_errors=False
+    )
+    matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(readable(matcher.get_error()))
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise GrammarError(_NOTHING_MATCHES)
+    return matcher
+
+
+def readable(error: str) -> str:
+    """llguidance's message, for a person and of bounded length."""
+    if error.startswith("NoExtension"):
+        return _NOTHING_MATCHES
+    text = error.removesuffix("\n<non-verbose/>").strip()
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]} ..."
+
+
+def _source(form: StructuredOutputs) -> str:
+    """The form in llguidance's own format. GrammarError when it isn't even that."""
+    from llguidance import LLMatcher
+
+    if form.json is not None:
+        return _schema_source(form.json)
+    if form.json_object:
+        return _schema_source('{"type": "object"}')
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.choice:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+    assert form.grammar is not None
+    return LLMatcher.grammar_from_lark(_lark(form.grammar))
+
+
+def _schema_source(text: str) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
+    except ValueError as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise GrammarError("a schema must be an object, or true or false")
+    # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
+    return LLMatcher.grammar_from_json_schema(
+        text, overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": False}
+    )
+
+
+def _lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text):
+        return text
+    if len(text) > MAX_GBNF:
+        raise GrammarError(
+            f"a grammar in GBNF may have at most {MAX_GBNF} characters, not {len(text)}; write it in Lark's "
+            "syntax, with a rule named start"
+        )
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError:
+        raise GrammarError("the grammar is nested too deeply") from None
+    except Exception as error:  # the converter raises bare ones too
+        raise GrammarError(f"it is neither Lark (there is no rule named start) nor GBNF: {error}") from None
