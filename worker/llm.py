@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from rich.progress import BarColumn as Bar
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -26,6 +27,7 @@ from worker.params import SamplingParams, choice_seeds
 from worker.text.output import OutputText
 from worker.text.template import ChatTemplate
 from worker.text.tokenizer import Tokenizer
+from worker.text.vocabulary import fit, truncate
 from worker.weights.source import resolve_source
 
 Prompt = str | Sequence[int]
@@ -45,12 +47,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its `n` answers. `prompt` is None when token ids were given."""
+    """A prompt and its `n` answers. `prompt` is None when token ids were given.
+
+    `prompt_logprobs`: one for each token of the prompt, None for the first, if they were asked for.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class LLM:
@@ -168,9 +174,14 @@ class LLM:
             if len(each) != len(prompts):
                 raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
         results = [RequestOutput(*self._encode(prompt), outputs=[]) for prompt in prompts]
-        for result in results:
-            self._check_length(result)
-        return self._run(results, each, progress, continuation)
+        for result, its in zip(results, each):
+            result.prompt_token_ids = truncate(result.prompt_token_ids, its, self.info.max_model_len)
+            self._check_length(result, its)
+        return self._run(results, [self._fit(its) for its in each], progress, continuation)
+
+    def _fit(self, params: SamplingParams) -> SamplingParams:
+        ends = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        return fit(params, self.tokenizer, self.info.vocab_size, (*ends, *self.info.eos_token_ids))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str):
@@ -179,11 +190,11 @@ class LLM:
             raise ValueError("this model came without a tokenizer: give token ids, or the option tokenizer")
         return prompt, self.tokenizer.encode(prompt)
 
-    def _check_length(self, result: RequestOutput) -> None:
+    def _check_length(self, result: RequestOutput, params: SamplingParams) -> None:
         length, longest = len(result.prompt_token_ids), self.info.max_model_len
         if length == 0:
             raise ValueError("a prompt is empty")
-        if length >= longest:
+        if length + (params.max_tokens != 0) > longest:
             raise ValueError(f"a prompt has {length} tokens; max_model_len is {longest}, the answer included")
 
     def _run(
@@ -200,7 +211,8 @@ class LLM:
                     message = EngineRequest(
                         name,
                         result.prompt_token_ids,
-                        params,
+                        # The prompt's log-probabilities are told once.
+                        params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
                         seed,
                         arrival=time.monotonic(),
                         end_token_ids=ends,
@@ -250,6 +262,8 @@ class _Answer:
     ) -> None:
         self._result = result
         self._show_stop_token = params.include_stop_str_in_output
+        if params.prompt_logprobs is not None:
+            result.prompt_logprobs = [None]
         self.output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
         result.outputs.append(self.output)
         self._text = (
@@ -261,6 +275,9 @@ class _Answer:
         output = self.output
         if step.cached_tokens:
             self._result.cached_tokens = step.cached_tokens
+        for piece in step.prompt_logprobs or ():
+            assert self._result.prompt_logprobs is not None
+            self._result.prompt_logprobs += piece.entries(self._result.prompt_token_ids)
         output.token_ids += step.token_ids
         if output.logprobs is not None:
             output.logprobs += step.logprobs or []

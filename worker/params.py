@@ -24,7 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256  # characters
-MAX_BAD_WORD_TOKENS = 4 * MAX_BAD_WORD_LENGTH  # a byte each at worst
+MAX_BAD_WORD_TOKENS = 4 * (MAX_BAD_WORD_LENGTH + 1)  # a byte each at worst, and the space before it
 MAX_SCHEMA = 262_144  # characters of a JSON schema
 MAX_REGEX = 16_384  # characters
 MAX_GRAMMAR = 65_536  # characters
@@ -108,7 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: most likely tokens kept; 0 or -1 keeps all.
         min_p: tokens less likely than min_p times the likeliest are dropped, [0, 1].
         seed: same seed, prompt and parameters, same tokens, whatever else runs.
-        max_tokens: most tokens generated; None: what max_model_len leaves.
+        max_tokens: most tokens generated; None: what max_model_len leaves; 0 only with prompt_logprobs, which
+            are all that is computed then.
         min_tokens: end-of-sequence and stop tokens are masked before this many.
         stop: strings that end the answer; they are not part of it unless include_stop_str_in_output.
         stop_token_ids: tokens that end the answer.
@@ -121,7 +122,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bad_words_token_ids: the same as tokens: the last one of each is masked where the others come just
             before it in the output.
         logprobs: number of alternatives reported a token, 0 to 20; None: none at all.
+        prompt_logprobs: the same for the tokens of the prompt.
+        truncate_prompt_tokens: keep the last so many tokens of a prompt; -1: as many as leave room for
+            max_tokens; None: all.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: as vLLM takes it; a token's text here never depends on its neighbours,
+            so there are no such spaces to leave out.
         structured_outputs: the form that the answer must have; None: any.
     """
 
@@ -145,7 +151,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -174,6 +183,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.logprobs is not None:
             self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self._check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            self._check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
         self._check_ends()
         self._check_tokens()
         form: object = self.structured_outputs
@@ -183,7 +196,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_ends(self) -> None:
         """What ends the answer."""
         if self.max_tokens is not None:
-            self._check_int("max_tokens", self.max_tokens, 1, 1 << 31)
+            self._check_int("max_tokens", self.max_tokens, int(self.prompt_logprobs is None), 1 << 31)
+            if self.max_tokens == 0 and self.n > 1:
+                _fail("n", f"n must be 1 with max_tokens 0, not {self.n}: nothing is generated")
         self._check_int("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _fail(

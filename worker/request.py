@@ -43,6 +43,7 @@ class Request:
         "published",
         "reclaimed",
         "row",
+        "scored",
         "seed",
         "service_class",
         "shaped_for",
@@ -67,6 +68,9 @@ class Request:
         self.tokens = list(message.prompt_token_ids)
         self.prompt_length = len(self.tokens)
         self.pending = 0
+        # Leading tokens of the prompt whose log-probabilities have been computed, or aren't wanted; the first
+        # has none.
+        self.scored = self.prompt_length if params.prompt_logprobs is None else 1
         self.computed = 0
         self.pages: list[int] = []
         self.published = 0  # leading pages that the prefix cache knows
@@ -80,6 +84,8 @@ class Request:
         self.first_scheduled = 0.0
         ends = frozenset() if params.ignore_eos else eos_token_ids.union(message.end_token_ids)
         self.stop_tokens = ends.union(params.stop_token_ids)
+        if params.max_tokens == 0:
+            self.stop_tokens = frozenset()  # the token that is sampled all the same is dropped
         self.shaped_for = _shaped_for(params, self.stop_tokens)
         self.token_limit = max_model_len  # prompt + output never get longer
         if self.pooling is not None:
@@ -111,6 +117,11 @@ class Request:
     def unread(self) -> int:
         """Tokens before the one being sampled that the host doesn't know yet."""
         return self.pending - 1
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.scored < self.prompt_length
 
     @property
     def decoding(self) -> bool:
@@ -160,6 +171,7 @@ class Step:
     """Rows of one step, decoding sequences first."""
 
     rows: list[Row] = field(default_factory=list)
+    scores: bool = False  # for some of them, log-probabilities of the prompt are wanted
     pools: bool = False  # some of them belong to requests with `pooling`
 
     @property

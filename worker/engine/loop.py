@@ -26,6 +26,7 @@ from worker.ipc.messages import (
 )
 from worker.request import Request, Row
 from worker.runner.kv_cache import KvCache
+from worker.runner.prompt_logprobs import Scored
 from worker.runner.sampler import NOT_FINITE, NOTHING_LEFT
 from worker.runner.step import Launched, Runner, activation_bytes, dry_run
 
@@ -93,6 +94,7 @@ class Engine:
             weight_bytes=weight_bytes,
             kv_cache_bytes=kv_cache.nbytes,
             load_seconds=time.monotonic() - started,
+            eos_token_ids=tuple(sorted(config.eos_token_ids)),
             pooling=config.pooling,
         )
         pool = PagePool(budget.num_pages, config.page_size, prefix_cache=config.prefix_cache)
@@ -134,7 +136,7 @@ class Engine:
             return f"request id {request.id} is in use"
         if not request.tokens:
             return "the prompt is empty"
-        if request.prompt_length >= longest:
+        if request.prompt_length + (request.params.max_tokens != 0) > longest:
             return (
                 f"the prompt has {request.prompt_length} tokens; "
                 f"max_model_len {self.info.max_model_len} leaves no room for an answer"
@@ -227,7 +229,7 @@ class Engine:
     def _collect(self, launched: Launched) -> list[RequestOutput]:
         tokens, logprobs = launched.read()
         vectors = launched.pooled.read() if launched.pooled is not None else {}
-        outputs = []
+        outputs = self._prompt_logprobs(launched.scored) if launched.scored is not None else []
         place = 0
         for row in launched.step.rows:
             request = row.request
@@ -243,6 +245,13 @@ class Engine:
             if request.finish_reason is None:
                 outputs.append(self._advance(row, token, entry))
         return outputs
+
+    def _prompt_logprobs(self, scored: Scored) -> list[RequestOutput]:
+        return [
+            RequestOutput(request.id, [], prompt_logprobs=[entries])
+            for request, entries in scored.read()
+            if request.finish_reason is None
+        ]
 
     def _embed(self, request: Request, vector: np.ndarray) -> RequestOutput:
         """The last output of a request whose prompt is pooled."""
@@ -269,10 +278,12 @@ class Engine:
             output.error = _FAILURES[token]
             self.scheduler.finish(request, "error")
         else:
-            self._generation_tokens += 1
             output.finish_reason = self.scheduler.update(request, token)
             if output.finish_reason == "stop":
                 output.stop_token = token
         if output.finish_reason is not None:
             del self._requests[request.id]
+            if request.params.max_tokens == 0:
+                output.token_ids, output.logprobs = [], None
+        self._generation_tokens += len(output.token_ids)
         return output

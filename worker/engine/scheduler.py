@@ -104,6 +104,8 @@ class Scheduler:
                 request.pending += 1
             elif request.pooling is not None:
                 step.pools = True
+            if request.scores:
+                step.scores = True
         return step
 
     def update(self, request: Request, token: int) -> FinishReason | None:
@@ -216,7 +218,7 @@ class Scheduler:
     def _worth_waiting_for(self, request: Request, cached: int, computing: set[bytes]) -> bool:
         """Whether so many of the request's next pages are being computed for others already that it had
         better find them cached: of many equal prefixes that arrive together, one is computed."""
-        shared = itertools.takewhile(computing.__contains__, request.hashes[cached:])
+        shared = itertools.takewhile(computing.__contains__, request.hashes[cached : self._readable(request)])
         return sum(1 for _ in shared) * self.pool.page_size >= self.config.worth_waiting
 
     def _start(self, request: Request, cached: list[int], count: int) -> None:
@@ -237,10 +239,16 @@ class Scheduler:
 
     def _cached_pages(self, request: Request) -> list[int]:
         """Cached pages of the request's prefix. At most length - 1 tokens: one must run to give the next."""
-        if not self.pool.prefix_cache or request.pooling == "mean":  # which needs every token's state
+        if not self.pool.prefix_cache:
             return []
-        full = (request.length - 1) // self.pool.page_size
-        return self.pool.find(self._hashes(request, full))
+        return self.pool.find(self._hashes(request, self._readable(request)))
+
+    def _readable(self, request: Request) -> int:
+        """How many leading pages may come from the cache: tokens whose states are needed must run."""
+        if request.pooling == "mean":
+            return 0
+        tokens = request.scored if request.scores else request.length
+        return (tokens - 1) // self.pool.page_size
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Hashes of the first `count` pages, which are full of known tokens."""

@@ -80,6 +80,10 @@ class RequestStream:
         if pending is None:
             self._pending = output
         else:
+            if not pending.token_ids:
+                pending.cached_tokens, pending.queue_time = output.cached_tokens, output.queue_time
+            if output.prompt_logprobs is not None:
+                pending.prompt_logprobs = (pending.prompt_logprobs or []) + output.prompt_logprobs
             pending.token_ids += output.token_ids
             if output.logprobs is not None:
                 pending.logprobs = (pending.logprobs or []) + output.logprobs

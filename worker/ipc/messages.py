@@ -5,6 +5,8 @@ Encoded with msgpack (msgspec); plain values only, so neither side can make the 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -52,6 +54,34 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive tokens of a prompt, from place `start` on: arrays in this machine's
+    byte order, since a long prompt has a hundred thousand numbers.
+
+    logprobs, ranks: float32 and int32 [count]. top_ids, top_logprobs: int32 and float32 [count, width].
+    """
+
+    start: int
+    width: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+    def entries(self, prompt_token_ids: Sequence[int]) -> list[TokenLogprob]:
+        """One for each token of the piece; `prompt_token_ids` is the whole prompt."""
+        logprobs = memoryview(self.logprobs).cast("f").tolist()
+        ranks = memoryview(self.ranks).cast("i").tolist()
+        ids = memoryview(self.top_ids).cast("i").tolist()
+        values = memoryview(self.top_logprobs).cast("f").tolist()
+        tokens = prompt_token_ids[self.start : self.start + len(logprobs)]
+        width = self.width
+        return [
+            TokenLogprob(token, logprob, rank, list(zip(ids[at : at + width], values[at : at + width])))
+            for token, logprob, rank, at in zip(tokens, logprobs, ranks, itertools.count(0, width))
+        ]
+
+
 class RequestOutput(msgspec.Struct, array_like=True):
     """What one step brought to one request. Every request has one that carries `finish_reason`, its last."""
 
@@ -66,6 +96,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     pooled: bytes | None = (
         None  # of a request with `pooling`: float32, little-endian, neither cut nor normalised
     )
+    # Of pieces of the prompt as they are computed, in order; outputs with them may have no tokens.
+    prompt_logprobs: list[PromptLogprobs] | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -99,6 +131,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    eos_token_ids: tuple[int, ...] = ()  # of the model itself
     pooling: PoolingConfig | None = None  # None: the model generates
 
 

@@ -34,8 +34,8 @@ class HostStep:
 
     @property
     def decode_only(self) -> bool:
-        """Every sequence has one token: such a step can run as a CUDA graph."""
-        return self.num_decodes == len(self.tokens)
+        """Every sequence has one token and gets one: such a step can run as a CUDA graph."""
+        return self.num_decodes == len(self.tokens) == len(self.sampled)
 
 
 class BatchState:

@@ -19,6 +19,7 @@ from worker.runner.graphs import DecodeGraphs, graph_sizes
 from worker.runner.kv_cache import KvCache
 from worker.runner.mixed_graphs import MixedGraphs, mixed_sizes
 from worker.runner.pooler import Pooled, Pooler
+from worker.runner.prompt_logprobs import PromptScorer, Scored
 from worker.runner.sampler import Sampled, Sampler
 from worker.runner.transfer import to_device
 
@@ -32,6 +33,7 @@ class Launched:
     logits: Tensor | None  # [R, vocab] of the rows that sample, until they have; None without any
     pooled: Pooled | None = None
     sampled: Sampled | None = None
+    scored: Scored | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
         """Tokens and log-probabilities of the step's sampling rows, in row order. Waits for the device."""
@@ -64,6 +66,7 @@ class Runner:
         )
         self._sampler = Sampler(model.config.vocab_size, vocab_limit, device, self._state.last_tokens)
         self._pooler = Pooler()
+        self._scorer = PromptScorer(model.compute_logits, model.config.vocab_size, vocab_limit)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         if graphs:
@@ -101,12 +104,10 @@ class Runner:
         if host.fresh:
             self._sampler.begin(host.fresh)
         logits = self._graphs.run(host) if self._graphs is not None and host.decode_only else None
-        pooled = None
-        if logits is None and step.pools:
-            logits, pooled = self._run_pooling(step, host)
-        elif logits is None:
-            logits = self._run(host)
-        return Launched(step, host, logits, pooled)
+        launched = Launched(step, host, logits)
+        if logits is None:
+            self._run(launched)
+        return launched
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> None:
@@ -121,18 +122,21 @@ class Runner:
             rows = to_device(torch.from_numpy(host.rows[host.sample_rows]), device)
             self._state.last_tokens[rows] = launched.sampled.tokens.clamp(min=0)  # not NOT_FINITE
 
-    def _run(self, host: HostStep) -> Tensor | None:
-        """Logits [R, vocab] of the rows that sample, in a step that is not all decodes; None without any."""
-        hidden = self._states(host, host.sample_rows)
-        return self.model.compute_logits(hidden) if host.sampled else None
-
-    def _run_pooling(self, step: Step, host: HostStep) -> tuple[Tensor | None, Pooled | None]:
-        """The same, and the vectors of prompts that the step completes."""
-        places, pieces = self._pooler.plan(step, host.starts)
-        hidden = self._states(host, np.concatenate([host.sample_rows, places]))
-        count = len(host.sampled)
-        logits = self.model.compute_logits(hidden[:count]) if count else None
-        return logits, self._pooler.pool(hidden[count:], pieces)
+    def _run(self, launched: Launched) -> None:
+        """A step that is not all decodes: logits of the rows that sample, and what is asked about prompts."""
+        step, host = launched.step, launched.host
+        if not (step.pools or step.scores):
+            hidden = self._states(host, host.sample_rows)
+        else:
+            pooled, for_pooling = self._pooler.plan(step, host.starts)
+            scored, for_scores = self._scorer.plan(step, host.starts)
+            states = self._states(host, np.concatenate([host.sample_rows, pooled, scored]))
+            first, second = len(host.sample_rows), len(host.sample_rows) + len(pooled)
+            hidden = states[:first]
+            launched.pooled = self._pooler.pool(states[first:second], for_pooling)
+            launched.scored = self._scorer.score(states[second:], for_scores)
+        if host.sampled:
+            launched.logits = self.model.compute_logits(hidden)
 
     def _states(self, host: HostStep, places: np.ndarray) -> Tensor:
         """Hidden states [P, hidden_size] after the final norm of the tokens at `places` [P] of the step; of
