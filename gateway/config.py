@@ -242,8 +242,8 @@ class Judge(_Block):
 
     min_requests: Annotated[Count, Field(ge=1)] = 50
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
-    max_ttft_ratio: Annotated[float, Field(gt=0)] = 1.5
-    max_tpot_ratio: Annotated[float, Field(gt=0)] = 1.3
+    max_ttft_ratio: Annotated[float, Field(gt=0, le=1000)] = 1.5
+    max_tpot_ratio: Annotated[float, Field(gt=0, le=1000)] = 1.3
 
 
 class ModelEntry(_Block):

@@ -13,8 +13,8 @@ import yaml
 from gateway.cli import reconfigure
 from gateway.cli.common import DurationParam, count_of, print_json, read_fleet, require_fleet
 from gateway.cli.reconfigure import apply_fleet, ask_plan, show_plan, wanted_fleet
-from gateway.cli.swap import StepsParam
 from gateway.cli.swap_display import describe_version
+from gateway.cli.swap_options import StepsParam, refuse_bad
 from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.rollout import Options
@@ -109,15 +109,16 @@ def apply(file: str, state_dir: str | None, dry_run: bool, as_json: bool, **opti
     wrong, or something in it can't change while the fleet runs, 4 a rollout was rolled back, 5 it doesn't fit
     into memory, 6 a rollout or another change is under way, 7 some of it failed, and the rest is done.
     """
+    wanted = refuse_bad(Options(**options))
     state, fleet = _for_running(file, state_dir)
     if dry_run:
-        plan = reconfigure.dry_run(state, fleet, Options(**options))
+        plan = reconfigure.dry_run(state, fleet, wanted)
         print_json(plan) if as_json else show_plan(plan)
         return
     plan = ask_plan(state, fleet)
     if not as_json:
         show_plan(plan)
-    sys.exit(apply_fleet(state, fleet, plan, as_json, Options(**options)))
+    sys.exit(apply_fleet(state, fleet, plan, as_json, wanted))
 
 
 def _for_running(file: str, state_dir: str | None) -> tuple[StateDir, FleetFile]:

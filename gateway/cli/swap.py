@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-import yaml
 from rich.table import Table
 from rich.text import Text
 
@@ -18,9 +17,9 @@ from gateway.cli.common import EXIT_STILL_RUNNING, DurationParam, fail, print_js
 from gateway.cli.display import make_console
 from gateway.cli.swap_client import SwapRefused, Swaps
 from gateway.cli.swap_display import Watch, age, describe_version, page, show_option
+from gateway.cli.swap_options import StepsParam, refuse_bad, settings_of
 from gateway.fleet.driver.asked import Plan, StartRequest, in_words
 from gateway.fleet.driver.routes import RolloutStatus
-from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.rollout import Options, Record
 from gateway.fleet.statedir import StateDir
 
@@ -28,20 +27,6 @@ EXIT_DETACHED = 130
 _DEFAULTS = Options()
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class StepsParam(click.ParamType[Any]):
-    """``5%,25%,100%``; the signs may be left out."""
-
-    name = "PERCENTS"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):  # the default
-            return value
-        try:
-            return tuple(float(part.strip().removesuffix("%")) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of percentages; write them as in 5%,25%,100%", param, ctx)
 
 
 @click.group()
@@ -128,8 +113,8 @@ def start(
         raise click.UsageError("what is to change? Give --to, --set, or both")
     asked = StartRequest(
         source=source,
-        set=dict(map(_setting, settings)),
-        options=Options(probes=not no_probes, **options),
+        set=settings_of(settings),
+        options=refuse_bad(Options(probes=not no_probes, **options)),
         directory=os.getcwd(),
     )
     swaps = Swaps(state)
@@ -142,17 +127,6 @@ def start(
         _show_begun(begun, as_json)
     else:
         _stay(swaps, begun, timeout, as_json)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """``max_num_seqs=8``: the value is read as in the fleet file."""
-    name, is_setting, value = text.partition("=")
-    if not is_setting or not name:
-        fail(f"--set {text}: write it as OPTION=VALUE, such as max_num_seqs=8", EXIT_INVALID)
-    try:
-        return name.strip().replace("-", "_"), yaml.safe_load(value)
-    except yaml.YAMLError:
-        fail(f"--set {text}: the value isn't YAML; put text in quotes", EXIT_INVALID)
 
 
 @swap.command()
@@ -187,7 +161,8 @@ def watch(state: StateDir, model: str, timeout: float | None, as_json: bool) -> 
 @_waiting
 @click.option("--detach", is_flag=True, help="Return when it has begun.")
 def undo(state: StateDir, model: str, detach: bool, timeout: float | None, as_json: bool) -> None:
-    """Go back to the version before the last rollout: at once for all users, once it is loaded and proven."""
+    """Go back to the version before the last rollout that was completed: for all users at once, when it is
+    loaded and proven. What was aborted or rolled back has changed nothing, and is skipped."""
     swaps = Swaps(state)
     begun = _ask(lambda: swaps.undo(model))
     if detach:
