@@ -112,21 +112,20 @@ class Job:
 
     async def _announce(self, step: Step) -> None:
         """Names first to workers, which must know them when gateways do. Nothing else is done where that
-        fails, or where the file can't be written down."""
-        for entry in self._fleet.models:
-            if entry.name in self._before:
-                await self._tell_names(entry, self._before[entry.name], step)
-                self._configure(entry)
+        fails, or where the file can't be written down: all models stay as they were."""
+        stay = [entry for entry in self._fleet.models if entry.name in self._before]
+        for entry in stay:
+            await self._tell_names(entry, self._before[entry.name], step)
+        self._site.rollouts.models.write_down(stay)
         digest = self._site.adopt(self._fleet)
         self._adopted = True
+        for entry in stay:
+            self._configure(entry)
         await self._taken(digest, step)
 
     def _configure(self, entry: ModelEntry) -> None:
         """What the file says of the model, without touching its processes."""
-        try:
-            self._site.rollouts.models.configure(entry)
-        except OSError as error:
-            raise StepFailed(f"what {entry.name} runs can't be written down: {error}") from None
+        self._site.rollouts.models.configure(entry)
         runs = self._site.rollouts.models.runs(entry.name)
         for slot in self._filled(entry.name):
             self._site.workers.update(replace(slot, entry=runs))
@@ -301,6 +300,7 @@ class Job:
             self.applying.rolled_back = True
             raise StepFailed(f"{rollout.phase}: {rollout.reason}")
         step.say("")
+        self._site.rollouts.models.write_down([wanted])
         self._configure(wanted)
         models = tuple(wanted if one.name == model.name else one for one in self._fleet.models)
         fleet = self._fleet.model_copy(update={"models": models})

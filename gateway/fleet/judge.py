@@ -181,6 +181,14 @@ def judge(
     return Verdict(outcome="pass", reason="within all limits", measures=measures, reference=reference)
 
 
+def crashed(before: Verdict | None) -> Verdict:
+    """The verdict on a canary that has crashed, whose numbers were those of `before`."""
+    crash = _crashes(Window(crashes=1))
+    rest = before.measures[1:] if before is not None else ()
+    reference = before.reference if before is not None else "same interval"
+    return Verdict(outcome="fail", reason=crash.reason, measures=(crash, *rest), reference=reference)
+
+
 def mildest(verdicts: Iterable[Verdict]) -> Verdict:
     """The first of those that are least severe; there must be one."""
     return min(verdicts, key=lambda verdict: _SEVERITY[verdict.outcome])

@@ -7,7 +7,7 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,6 +16,7 @@ import msgspec
 from gateway.fleet.backends.base import Backend, Found, Process, Role
 from gateway.fleet.commands import is_as_good
 from gateway.fleet.logs import tail
+from gateway.fleet.oom import OomWatch
 from gateway.fleet.probes import Probe, Progress, WrongProcess
 from gateway.fleet.restart import RestartPolicy
 
@@ -104,6 +105,7 @@ class _End:
     fatal: bool = False
     orderly: bool = False
     by_itself: bool = False  # its log says more than its exit code
+    hint: str = ""
 
 
 class Unit:
@@ -134,6 +136,7 @@ class Unit:
         self._child: Process | None = None
         self._found = found
         self._log_start = 0
+        self._oom = OomWatch()
         self._is_renewed = False
         self.repaired = True
         self.status = UnitStatus(
@@ -200,6 +203,9 @@ class Unit:
             if delay is None:
                 return
             await asyncio.sleep(delay)
+            if not self.repaired:  # any more
+                self._set(state="failed", retry_at=None)
+                return
             self._set(restarts=self.status.restarts + (not end.orderly), retry_at=None)
 
     async def stop(self, patience: float) -> None:
@@ -250,6 +256,8 @@ class Unit:
     async def _rise(self, child: Process) -> tuple[_End | None, Probe | None]:
         """Waits for what was started to be ready."""
         probe = self._spec.probe(self.status.generation)
+        self._oom = OomWatch()
+        self._oom.look()
         ready = False
         try:
             end = await self._await_ready(child, probe)
@@ -275,7 +283,8 @@ class Unit:
             except WrongProcess as error:
                 return _End(str(error))
             if child.exited.done():
-                return _exit_end(child, failure)
+                return self._exited(child, failure)
+            self._oom.look()
             self._set(pid=child.pid)
             if progress is not None and progress.ready:
                 return None
@@ -297,7 +306,8 @@ class Unit:
                 await asyncio.wait({child.exited}, timeout=self._timing.health_poll)
                 health = await _unless_exited(child, probe.health())
                 if child.exited.done():
-                    return _exit_end(child, was_ready=True)
+                    return self._exited(child, was_ready=True)
+                self._oom.look()
                 now = time.monotonic()
                 if health is not None:
                     healthy_at = now
@@ -307,6 +317,13 @@ class Unit:
                     return _End(f"made no progress for {now - healthy_at:.0f} s (/health), so it was killed")
         finally:
             await probe.close()
+
+    def _exited(self, child: Process, failure: str | None = None, was_ready: bool = False) -> _End:
+        end = _exit_end(child, failure, was_ready)
+        is_explained = end.orderly or end.fatal or child.reason is not None
+        if is_explained or not self._oom.has_killed:
+            return end
+        return replace(end, hint="just then the kernel ended a process for want of memory")
 
     async def _clear(self) -> None:
         child, self._child = self._child, None
@@ -339,7 +356,8 @@ def _exit_end(child: Process, failure: str | None = None, was_ready: bool = Fals
     code = child.exited.result()
     fatal = code == EXIT_BAD_CONFIGURATION
     if failure is not None:
-        return _End(f"did not start: {failure}", fatal)
+        why = "did not start" if child.reason is None else child.reason
+        return _End(f"{why}: {failure}", fatal)
     if fatal:
         return _End("refused its configuration (exit code 2)", fatal)
     if child.reason is not None:
@@ -347,7 +365,7 @@ def _exit_end(child: Process, failure: str | None = None, was_ready: bool = Fals
     if code == 0 and was_ready:
         return _End("was asked to end (SIGTERM) and did", orderly=True)
     if code == -9:
-        return _End("was killed (SIGKILL); if nobody did, the machine may be out of memory")
+        return _End("was killed (SIGKILL)", hint="if nobody did, the machine may be out of memory")
     if code < 0:
         return _End(f"was ended by signal {-code}")
     return _End(f"exited with code {code}", by_itself=True)
@@ -356,4 +374,5 @@ def _exit_end(child: Process, failure: str | None = None, was_ready: bool = Fals
 def _in_its_words(end: _End, log_tail: Sequence[str]) -> str:
     """Why a life ended, with the last error that the process logged when it ended by itself."""
     errors = [match[1] for match in map(_ERROR_LINE.fullmatch, log_tail) if match]
-    return f"{end.reason}: {errors[-1]}" if end.by_itself and errors else end.reason
+    reason = f"{end.reason}: {errors[-1]}" if end.by_itself and errors else end.reason
+    return f"{reason}; {end.hint}" if end.hint else reason

@@ -7,6 +7,7 @@ new about the model: then the file is younger than the rollout, and wins.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,11 @@ class Versions:
         """The same, whatever the fleet file says by now."""
         return self._running.get(model)
 
-    def record(self, entry: ModelEntry, running: Running) -> None:
-        """From now on the model runs this. OSError when it can't be written, and isn't so."""
-        changed = {**self._running, entry.name: running}
-        self._write(changed)
+    def record(self, running: Mapping[str, Running]) -> None:
+        """From now on these models run this. OSError when it can't be written, and isn't so."""
+        changed = {**self._running, **running}
+        if changed != self._running:
+            self._write(changed)
 
     def forget(self, model: str) -> None:
         """The model is gone. OSError when that can't be written."""

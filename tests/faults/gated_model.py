@@ -1,7 +1,7 @@
 """tests/gateway/fake_model.py with gates: while a file of that name is in $FAKE_GATES, it doesn't go on.
 
 `ready`: it loads; `warm`, `golden`: it doesn't answer such prompts; `busy`: it says that it has a request;
-`end`: it doesn't end when told to.
+`end`: it doesn't end when told to. Behaviour `hungry`: it takes half a GiB, `meal` is the gate of that.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ async def answer(
 _answer, fake_model.answer = fake_model.answer, answer
 
 
+async def eat() -> None:
+    await passed("meal")
+    eaten = []
+    for _ in range(64):
+        eaten.append(b"x" * (8 << 20))
+        await asyncio.sleep(0.01)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("behaviour")
@@ -61,10 +69,13 @@ async def main() -> None:
     parser.add_argument("--generation", type=int)
     model = GatedModel(parser.parse_args())
     stop = asyncio.Event()
+    eating = asyncio.create_task(eat()) if "hungry" in model.behaviour else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await asyncio.start_unix_server(lambda r, w: fake_model.handle(model, r, w), model.options.uds)
     await stop.wait()
     await passed("end")
+    if eating is not None:
+        eating.cancel()
 
 
 if __name__ == "__main__":

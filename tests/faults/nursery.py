@@ -157,8 +157,10 @@ class Fleet:
         return status.units
 
     def process(self, slot: str) -> int:
-        """Its process id."""
-        return next(unit.pid or 0 for unit in self.units() if unit.slot == slot)
+        """Its process id; there must be one, since 0 would be this process's group to who kills it."""
+        pid = next(unit.pid for unit in self.units() if unit.slot == slot)
+        assert pid, (slot, self.units())
+        return pid
 
     # --- gates
 

@@ -7,7 +7,7 @@ says so. Behaviours, joined by "__": `wrong` answers golden prompts wrong, `mood
 with numbers that aren't, `silent` with nothing, `errs` gives users 500, `weary-N` gives probes 500 after the
 Nth, `slow` takes 600 ms more to the first token (on a busy machine less is nothing), `mortal-N` dies N s
 after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds to load, `crash` doesn't start,
-`impostor` is somebody else once it is ready, `cold` flaps (ready and well only every second time that it is
+`impostor` is somebody else once it is ready, `nameless` takes no names, `cold` flaps (ready and well only every second time that it is
 asked) and gives users 500 until it has answered a golden prompt.
 """
 
@@ -76,6 +76,8 @@ class Model:
             aborted, self.aborted = self.aborted, asyncio.Event()
             aborted.set()
             return 200, {"aborted": self.inflight}
+        if path == "/admin/names":
+            return (422, {}) if "nameless" in self.behaviour else (200, {})
         self.draining = path == "/admin/drain"
         return 200, {"draining": self.draining, "inflight": self.inflight}
 

@@ -323,10 +323,10 @@ async def test_what_stops_the_first_step_stops_the_others(tmp_path: Path) -> Non
     wanted = load_fleet(write(tmp_path, M + ", limits: {qps: 7}}", "{name: more, source: fake/ok}"))
     done: list[Any] = []
 
-    def full(entry: ModelEntry) -> None:
+    def full(entries: list[ModelEntry]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    models = SimpleNamespace(configure=full, runs=lambda name: before.models[0], variant=lambda name: "")
+    models = SimpleNamespace(write_down=full, runs=lambda name: before.models[0], variant=lambda name: "")
     site: Any = SimpleNamespace(
         workers=SimpleNamespace(slots=lambda *_: []),
         rollouts=SimpleNamespace(models=models, bring_up=lambda *model: done.append(model)),
@@ -339,4 +339,33 @@ async def test_what_stops_the_first_step_stops_the_others(tmp_path: Path) -> Non
     job.prepare(removed_first=False)
     assert (await job.run(), done) == (before, [])
     assert [step.state for step in applying.steps] == ["failed", "waiting"]
-    assert "what m runs can't be written down" in applying.steps[0].detail
+    assert "can't be written: No space left on device" in applying.steps[0].detail
+
+
+@pytest.mark.parametrize("cause", ["no room for the file", "a worker that takes no names"])
+async def test_a_first_step_that_fails_leaves_all_models_as_they_were(tmp_path: Path, cause: str) -> None:
+    has_room = cause != "no room for the file"
+    other = f"{{name: other, source: fake/{'nameless' if has_room else 'ok'}, aliases: [of-it]}}"
+    patient = M.replace("5}", "5, max_ttft_ratio: 20, max_tpot_ratio: 20}")  # with a busy machine
+    path = write(tmp_path, patient + "}", other)
+    async with swapping(path) as fleet:
+        snapshot, routes = fleet.state.config.read_bytes(), fleet.routes
+        in_the_way = fleet.state.config.with_name("fleet.json.tmp")
+        if not has_room:
+            in_the_way.mkdir()
+        changed = patient.replace("nick", "also").replace("min_requests: 5", "min_requests: 7")
+        golden = "golden: [{prompt: 'What is 2+2?', expect: never}]"
+        write(tmp_path, f"{changed}, {golden}}}", other.replace("of-it", "its"))
+        result = await apply(path)
+        assert result.exit_code == 7, result.output
+        assert re.search("takes? the names" if has_room else "can't be written", result.output), result.output
+        assert (fleet.state.config.read_bytes(), fleet.routes) == (snapshot, routes)
+        assert (await ask(fleet, "nick"))[0] == 200
+        await fleet.start("new/ok")
+        assert (await fleet.over()).phase == "completed", "proven and judged as before"
+        if not has_room:
+            in_the_way.rmdir()
+            assert (await apply(path)).exit_code == 0
+            await fleet.start("new/ok")
+            rollout = await fleet.over()
+            assert (rollout.phase, "golden prompt" in rollout.reason) == ("rolled_back", True)

@@ -75,7 +75,7 @@ def test_config_show_names_versions_that_differ_from_the_file(tmp_path: Path) ->
     running = Running(version=new, variant="b", rollout_id="r7", since=1.0, file=file_version(entry))
     state = StateDir(tmp_path / "state")
     state.make()
-    Versions(state.versions).record(entry, running)
+    Versions(state.versions).record({entry.name: running})
     shown = CliRunner().invoke(pagefleet, ["config", "show", str(path)])
     assert shown.stderr == "m: runs a (max_num_seqs=8) since rollout r7, not this\n"
     assert "source: o/a" in shown.stdout

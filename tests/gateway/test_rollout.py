@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.fleet.judge import Verdict
+from gateway.config import Judge
+from gateway.fleet.judge import Verdict, Window, judge
 from gateway.fleet.rollout import (
     Options,
     Record,
@@ -21,6 +22,7 @@ from gateway.fleet.rollout import (
     record_of,
 )
 from gateway.fleet.rollout import events as e
+from gateway.fleet.rollout.facts import UNSTEADY
 
 OLD, NEW = Version(source="old.gguf"), Version(source="new.gguf", worker={"max_num_seqs": 8})
 PASS, HOLD, FAIL = (
@@ -264,17 +266,75 @@ def test_a_crash_of_the_primary_starts_the_interval_anew():
     assert run.rollout.phase == "judging"
 
 
+def test_a_primary_that_keeps_crashing_does_not_keep_a_step_from_its_verdict():
+    run = Run(steps=(5, 50, 100), hold=60)
+    run.prove()
+    run.applied()
+    anew = 0
+    for _ in range(10):  # each time before the step's time is over
+        run.judged(HOLD, after=59)
+        run.tell(e.PrimaryCrashed, reason="SIGKILL")
+        anew += bool(run.actions)
+    assert anew == UNSTEADY - 1
+    run.judged(PASS, after=1)
+    verdict = run.rollout.verdicts["5%"]
+    assert (run.rollout.phase, verdict.outcome) == ("judging", "hold")
+    assert "crashed 3 times or more" in verdict.reason
+    assert sum("`promote` goes on" in entry.what for entry in run.rollout.log) == 1
+    run.ask(e.Promote())
+    run.applied()
+    run.judged(PASS, after=61)
+    assert run.rollout.step_name == "100%", "what was on one step is not held against the next"
+
+    run = Run()
+    run.prove()
+    run.applied()
+    for _ in range(UNSTEADY):
+        run.tell(e.PrimaryCrashed)
+    run.judged(FAIL)
+    assert run.rollout.reason == "it is fail", "a new version that is bad is so by itself"
+
+
+def test_a_crash_of_the_canary_is_its_verdict():
+    run = Run()
+    run.prove()
+    run.applied()
+    numbers = judge(Window(requests=9), Window(requests=9), Judge())
+    run.judged(numbers)
+    run.tell(e.StandbyCrashed, reason="m-alt-0 was killed (SIGKILL)")
+    assert run.rollout.reason == "the standby crashed: m-alt-0 was killed (SIGKILL)"
+    verdict = run.rollout.verdicts["5%"]
+    assert (verdict.outcome, verdict.reason, verdict.measures[0].canary) == ("fail", "the canary crashed", 1)
+    assert verdict.measures[1:] == numbers.measures[1:]
+
+
+def test_redis_that_comes_and_goes_does_not_keep_a_step_from_its_end():
+    run = Run(steps=(5, 100), hold=60)
+    run.prove()
+    run.applied()
+    for _ in range(10):
+        run.tell(e.RedisLost)
+        run.judged(PASS, after=30)
+        assert run.rollout.step_name == "5%"
+        run.tell(e.RedisBack)
+        assert run.actions == ()
+    run.judged(PASS)
+    assert run.rollout.step_name == "100%"
+
+
 def test_redis_down_refuses_promotion_and_allows_abort():
     run = Run()
     run.prove()
+    run.tell(e.RedisLost)
+    run.applied()
+    assert run.rollout.phase == "shifting"
+    run.tell(e.RedisBack)
+    assert run.actions
     run.applied()
     run.tell(e.RedisLost)
     run.judged(PASS, after=1e4)
     assert run.rollout.phase == "judging"
     assert run.refused(e.Promote()).exit_code == 7
-    run.tell(e.RedisBack)
-    assert run.actions
-    run.tell(e.RedisLost)
     run.ask(e.Abort())
     assert run.rollout.phase == "reverting"
 
@@ -360,20 +420,23 @@ def completed() -> Run:
 
 def test_undo_is_a_rollout_back_without_judging():
     run = completed()
-    run.ask(e.Undo(id="r2"))
+    run.ask(e.Undo(id="r2", completed=record_of(run.rollout)))
     undo = run.rollout
     assert (undo.id, undo.old, undo.new, undo.full) == ("r2", NEW, OLD, True)
     assert (undo.phase, undo.terminal) == ("starting", False)
     assert completed().refused(e.Abort()).reason.endswith("`undo` goes back")
 
 
-def test_what_changed_nothing_cant_be_undone():
+def test_what_changed_nothing_is_not_what_is_undone():
     run = Run()
     assert run.refused(e.Undo(id="u")).exit_code == 6
     run.ask(e.Abort())
     run.tell(e.Stopped, side="standby")
     assert run.rollout.phase == "aborted"
-    assert "changed nothing" in run.refused(e.Undo(id="u")).reason
+    reason = run.refused(e.Undo(id="u")).reason
+    assert reason == "nothing to undo: no rollout of m has changed anything; the last one, r1, was aborted"
+    run.ask(e.Undo(id="r2", completed=record_of(completed().rollout)))
+    assert (run.rollout.old, run.rollout.new) == (NEW, OLD)
 
 
 def test_the_record_for_the_history():

@@ -243,7 +243,7 @@ class _Step:
     async def judged(self) -> tuple[Verdict, int]:
         """The step's first verdict that isn't *hold*, and how many requests of the canary it saw."""
         one = rollout(phase="judging", standby_bp=500)
-        running = asyncio.create_task(self._judging.run(one, 1, [self.new], [self.old]))  # type: ignore[list-item]
+        running = asyncio.create_task(self._judging.run(one, 1, [self.new], lambda: [self.old]))  # type: ignore[list-item]
         try:
             async with asyncio.timeout(30):
                 while (verdict := await self._next(running)).outcome == "hold":
@@ -352,7 +352,7 @@ def test_the_version_of_a_rollout_holds_until_the_file_says_something_new(tmp_pa
     versions = Versions(tmp_path / "versions.json")
     new = Version(source="o/b", worker={"max_num_seqs": 8})
     running = Running(version=new, variant="b", rollout_id="r", since=1.0, file=file_version(entry))
-    versions.record(entry, running)
+    versions.record({entry.name: running})
     again = Versions(tmp_path / "versions.json")
     assert again.of(entry) == running
     assert again.of(entry.model_copy(update={"source": "o/c"})) is None

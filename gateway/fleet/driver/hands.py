@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.config import Judge
@@ -19,13 +19,14 @@ from gateway.fleet.publisher import Split
 from gateway.fleet.rollout import Rollout
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Side
-from gateway.fleet.unit import Timing, UnitStatus
+from gateway.fleet.unit import Timing, UnitState, UnitStatus
 from gateway.fleet.workers import Workers, gpus_of
 
 POLL = 0.1  # seconds between looks at states and boards
 RESTORE_TRIES = 3  # crashes of the old version, started again, that say it can't be
 
-GONE = ("backoff", "failed", "stopped")
+GONE: tuple[UnitState, ...] = ("backoff", "failed", "stopped")
+_UNBORN: tuple[UnitState, ...] = ("waiting", "starting")  # no user has been there yet
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,10 @@ class Hands:
             elif unit is not None:
                 unit.repaired = False
 
-    def _peers(self, side: Side) -> list[Peer]:
-        """Those whose process lives."""
+    def _peers(self, side: Side, without: Collection[UnitState] = ()) -> list[Peer]:
+        """Those whose process lives, and not in a state of these."""
         living = [one for one in self.statuses(side) if one.state not in GONE and one.generation]
-        return list(map(self._peer, living))
+        return [self._peer(one) for one in living if one.state not in without]
 
     def _peer(self, status: UnitStatus) -> Peer:
         slot, generation = status.slot, status.generation
@@ -202,22 +203,15 @@ class Hands:
         self._report(e.BarrierReached(rollout_id=rollout_id, change=wanted.change))
 
     async def _judge(self, rollout: Rollout, change: int) -> None:
-        """Without those of the old version that aren't there; anew when one is."""
-        while True:
-            known = self._serving()
-            async with (
-                peers(self._peers("standby")) as new,
-                peers(list(map(self._peer, known.values()))) as old,
-            ):
-                judging = asyncio.create_task(self._judging.run(rollout, change, new, old))
-                try:
-                    while not judging.done() and self._serving().keys() <= known.keys():
-                        await asyncio.wait({judging}, timeout=POLL)
-                    if judging.done():
-                        judging.result()
-                finally:
-                    judging.cancel()
-                    await asyncio.gather(judging, return_exceptions=True)
+        """With those of the old version that are there."""
+        async with peers(self._peers("standby")) as new, peers([]) as met:
+
+            def living() -> list[Peer]:
+                serving, known = self._serving(), {peer.target for peer in met}
+                met.extend(self._peer(status) for target, status in serving.items() if target not in known)
+                return [peer for peer in met if peer.target in serving]
+
+            await self._judging.run(rollout, change, new, living)
 
     # --- the end of a version
 
@@ -241,7 +235,7 @@ class Hands:
     async def _until_empty(self, side: Side) -> None:
         """Fences the side's workers until each says that it has no request, or its process is gone."""
         self.repair(side, False)
-        async with peers(self._peers(side)) as leaving:
+        async with peers(self._peers(side, without=_UNBORN)) as leaving:
             waiting = {peer.slot: peer for peer in leaving}
             while waiting:
                 gone = {status.slot for status in self.statuses(side) if status.state in GONE}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from gateway.fleet.driver.comparing import users_tell, verdict_on
 from gateway.fleet.driver.measure import Counts, Meter, Sample, since
 from gateway.fleet.driver.peer import Peer
-from gateway.fleet.driver.probing import Prober
+from gateway.fleet.driver.probing import Living, Prober
 from gateway.fleet.driver.records import Records
 from gateway.fleet.judge import Limits, Verdict
 from gateway.fleet.rollout import Rollout
@@ -40,11 +40,10 @@ class Judging:
             str, Sample
         ] = {}  # readings at the rollout's first step, or at its first since a crash
 
-    async def run(self, rollout: Rollout, change: int, new: Sequence[Peer], old: Sequence[Peer]) -> None:
-        """A step, from now on until it is cancelled."""
-        both = [*new, *old]
-        start = await self._meter.read(both)
-        self._first = {**start, **self._first}
+    async def run(self, rollout: Rollout, change: int, new: Sequence[Peer], old: Living) -> None:
+        """A step, from now on until it is cancelled. `old`: who of the old version is there; what one that is
+        gone has done counts on, and one that comes joins in."""
+        start = await self._meter.read([*new, *old()])
         canary = Sample()
         verdict: Verdict | None = None
         by_users = False
@@ -62,9 +61,8 @@ class Judging:
                 await asyncio.sleep(EVERY)
                 if probing.done():
                     probing.result()  # a mistake in there is told; without probes the step might never end
-                counts = await self._meter.read(both)
-                canary = since({peer.target: counts[peer.target] for peer in new}, start)
-                of_old = {peer.target: counts[peer.target] for peer in old}
+                of_new, of_old = await self._read(new, old(), start)
+                canary = since(of_new, start)
                 before = self._records.before(rollout) or since(of_old, {})
                 primary, so_far = since(of_old, start), since(of_old, self._first)
                 by_users = users_tell(canary, primary, before, self._limits, so_far=so_far)
@@ -74,8 +72,20 @@ class Judging:
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
 
+    async def _read(
+        self, new: Sequence[Peer], old: Sequence[Peer], start: dict[str, Sample]
+    ) -> tuple[dict[str, Sample], dict[str, Sample]]:
+        """Readings of both versions; those of targets that are new go into `start`, and into `_first`."""
+        targets = {peer.target for peer in (*new, *old)}
+        counts = await self._meter.read([*new, *old], gone=start.keys() - targets)
+        for known in (start, self._first):
+            for target, sample in counts.items():
+                known.setdefault(target, start.get(target, sample))
+        of_new = {peer.target: counts.pop(peer.target) for peer in new}
+        return of_new, counts
+
     async def _probe(
-        self, new: Sequence[Peer], old: Sequence[Peer], rollout: Rollout, wanted: Callable[[], bool]
+        self, new: Sequence[Peer], old: Living, rollout: Rollout, wanted: Callable[[], bool]
     ) -> None:
         if rollout.options.probes:
             await Prober(self._meter).run(new, old, wanted)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -103,24 +103,23 @@ class Meter:
         self._last: dict[str, Window] = {}
         self._probes: dict[str, Probes] = {}
 
-    async def read(self, peers: Sequence[Peer]) -> dict[str, Sample]:
-        """Counters since the processes' starts, by target."""
-        times = await asyncio.gather(*(self._times(peer) for peer in peers))
+    async def read(self, peers: Sequence[Peer], gone: Iterable[str] = ()) -> dict[str, Sample]:
+        """Counters since the processes' starts, by target. `gone`: targets that can't be asked any more."""
+        await asyncio.gather(*(self._ask(peer) for peer in peers))
         return {
-            peer.target: Sample(
-                users=self._counts.window(self._model, [peer.target]) + window,
-                probes=self._probes.get(peer.target, Probes()),
+            target: Sample(
+                users=self._counts.window(self._model, [target]) + self._last.get(target, Window()),
+                probes=self._probes.get(target, Probes()),
             )
-            for peer, window in zip(peers, times, strict=True)
+            for target in (*(peer.target for peer in peers), *gone)
         }
 
-    async def _times(self, peer: Peer) -> Window:
+    async def _ask(self, peer: Peer) -> None:
         try:
             answer = msgspec.convert(await peer.get("/internal/window"), Buckets, strict=False)
             self._last[peer.target] = Window(ttft=answer.ttft, tpot=answer.tpot)
         except (Lost, Refused, msgspec.ValidationError) as error:
             log.warning("%s doesn't tell its times: %s", peer.target, error)
-        return self._last.get(peer.target, Window())
 
     def users(self, peers: Sequence[Peer]) -> tuple[int, int]:
         """Requests of users: how many have ended there, and how many are in flight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -162,20 +162,35 @@ class Models:
         """That in which the model runs; a rollout's standby is in the other one."""
         return self._models[name].variant
 
+    def write_down(self, entries: Iterable[ModelEntry]) -> None:
+        """What versions are by these entries of the fleet file, before it is taken over. OSError when that
+        can't be written; nothing has changed then."""
+        found = [(entry, self._versions.last(entry.name)) for entry in entries]
+        self._versions.record(
+            {
+                entry.name: msgspec.structs.replace(
+                    last,
+                    version=self._version_by(entry),
+                    variant=self._models[entry.name].variant,
+                    file=file_version(entry),
+                )
+                for entry, last in found
+                if last is not None
+            }
+        )
+
     def configure(self, entry: ModelEntry) -> None:
         """The fleet file says something else of the model; what runs isn't touched, and goes on to count as
-        what the file leaves alone. OSError when that can't be written, and isn't so."""
+        what the file leaves alone. After `write_down`."""
         model = self._models[entry.name]
+        model.version = self._version_by(entry)
+        model.entry = entry
+
+    def _version_by(self, entry: ModelEntry) -> Version:
+        """That which runs, in the words of the file where it is the file's."""
         runs = self.runs(entry.name)
         is_file = (runs.source, runs.worker) == (entry.source, entry.worker)
-        version = file_version(entry) if is_file else model.version
-        last = self._versions.last(entry.name)
-        if last is not None:
-            running = msgspec.structs.replace(
-                last, version=version, variant=model.variant, file=file_version(entry)
-            )
-            self._versions.record(entry, running)
-        model.entry, model.version = entry, version
+        return file_version(entry) if is_file else self._models[entry.name].version
 
     def forget(self, name: str) -> None:
         """The model is gone, and its workers are. OSError when that can't be written."""
@@ -211,4 +226,4 @@ class Models:
             since=rollout.ended or time.time(),
             file=file_version(entry),
         )
-        self._versions.record(entry, running)
+        self._versions.record({entry.name: running})

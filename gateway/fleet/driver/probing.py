@@ -25,6 +25,8 @@ AT_ONCE = 4  # on each worker; fewer where one of them computes fewer at a time
 PAUSE = 0.1  # seconds between one round and the next: rounds of fast workers must not take all of a core
 MANY = 250  # rounds, after which they come once a second
 
+Living = Callable[[], Sequence[Peer]]
+
 log = logging.getLogger(__name__)
 
 
@@ -38,11 +40,11 @@ class Prober:
         self._at_once: int | None = None
         self._salt = os.urandom(4).hex()
 
-    async def run(self, new: Sequence[Peer], old: Sequence[Peer], wanted: Callable[[], bool]) -> None:
-        """As long as they are wanted; looks again a while later when they aren't."""
+    async def run(self, new: Sequence[Peer], old: Living, wanted: Callable[[], bool]) -> None:
+        """As long as they are wanted; looks again a while later when they aren't. `old`: who is there now."""
         while True:
             if wanted():
-                turn = await self.once(new, old)
+                turn = await self.once(new, old())
                 await asyncio.sleep(PAUSE if turn < MANY else 1.0)
             else:
                 await asyncio.sleep(0.5)

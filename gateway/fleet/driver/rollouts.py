@@ -19,11 +19,11 @@ from gateway.fleet.driver.redis_watch import watch
 from gateway.fleet.driver.survival import standby_was_there
 from gateway.fleet.errors import EXIT_DEGRADED
 from gateway.fleet.judge import Verdict
-from gateway.fleet.rollout import Record, Refusal, Rollout, Version, command
+from gateway.fleet.rollout import Record, Refusal, Rollout, Version, command, record_of
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Side
 from gateway.fleet.unit import UnitStatus
-from gateway.fleet.versions import Versions, entry_of
+from gateway.fleet.versions import Versions, can_run, entry_of
 
 log = logging.getLogger(__name__)
 
@@ -156,14 +156,18 @@ class Rollouts:
                 return self._begin(model, start)
 
     async def undo(self, name: str) -> Rollout:
-        """Back to the version before the last rollout."""
+        """Back to the version before the last rollout that was completed."""
         model = self.models.named(name)
         with self._one_at_a_time(model):
-            refused = command(model.rollout, e.Undo(id="-"), time.time())
+            last = self._last_completed(model)
+            refused = command(model.rollout, e.Undo(id="-", completed=last), time.time())
             if isinstance(refused, Refusal):
                 raise SwapError.of(refused)
-            last = model.rollout
             assert last is not None
+            if not can_run(model.entry, last.old, last.new):
+                raise SwapError(
+                    f"rollout {last.id} was of options that this release doesn't know; see the log"
+                )
             runs, brought = self.models.runs(model.entry.name), entry_of(model.entry, last.new)
             if (runs.source, runs.worker) != (brought.source, brought.worker):
                 raise SwapError(
@@ -173,7 +177,15 @@ class Rollouts:
             back = StartRequest(source=last.old.source, options=last.options)
             async with self._room:
                 plan = await self._planner.plan(self.models, model, last.old, back)
-                return self._begin(model, e.Undo(id=_new_id(), misfit=plan.misfit))
+                return self._begin(model, e.Undo(id=_new_id(), misfit=plan.misfit, completed=last))
+
+    def _last_completed(self, model: Model) -> Record | None:
+        """What came to nothing since, changed nothing."""
+        rollout = model.rollout
+        if rollout is not None and rollout.phase == "completed":
+            return record_of(rollout)
+        records = reversed(self._site.records.history(model.entry.name))
+        return next((record for record in records if record.outcome == "completed"), None)
 
     @contextlib.contextmanager
     def _one_at_a_time(self, model: Model) -> Iterator[None]:

@@ -47,13 +47,16 @@ def undo(rollout: Rollout | None, asked: e.Undo, now: float) -> Step | Refusal:
         return Refusal("there was no rollout to undo")
     if not rollout.terminal:
         return Refusal(f"rollout {rollout.id} isn't over; `abort` ends it")
-    if rollout.phase != "completed":
-        return Refusal(f"nothing to undo: rollout {rollout.id} changed nothing ({rollout.phase})")
-    options = msgspec.structs.replace(rollout.options, steps=(100.0,))
-    begun = _begin(
-        asked.id, rollout.model, rollout.new, rollout.old, options, asked.misfit, now, why="undo", full=True
+    undone = asked.completed
+    if undone is None:
+        return Refusal(
+            f"nothing to undo: no rollout of {rollout.model} has changed anything; "
+            f"the last one, {rollout.id}, was {rollout.phase.replace('_', ' ')}"
+        )
+    options = msgspec.structs.replace(undone.options, steps=(100.0,))
+    return _begin(
+        asked.id, rollout.model, undone.new, undone.old, options, asked.misfit, now, why="undo", full=True
     )
-    return begun
 
 
 def _begin(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.fleet.judge import Verdict
-from gateway.fleet.rollout.model import Options, Outcome, Side, Version
+from gateway.fleet.rollout.model import Options, Outcome, Record, Side, Version
 
 # --- commands
 
@@ -41,10 +41,12 @@ class Abort(Command, frozen=True, tag=True): ...
 
 
 class Undo(Command, frozen=True, kw_only=True, tag=True):
-    """A new rollout back to the version before the last one. `misfit`: as for Start."""
+    """A new rollout back to the version before the last one that was completed, which need not be the last of
+    all. `misfit`: as for Start."""
 
     id: str
     misfit: str | None = None
+    completed: Record | None = None
 
 
 # --- facts

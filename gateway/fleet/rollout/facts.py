@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.fleet.judge import Verdict, crashed
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Outcome, Phase, Rollout
 from gateway.fleet.rollout.moves import (
@@ -27,6 +28,11 @@ from gateway.fleet.rollout.moves import (
 from gateway.fleet.state import FULL_WEIGHT
 
 _LEAVING: tuple[Phase, ...] = ("clearing", "draining", "cutting")
+UNSTEADY = 3  # crashes of the old version on one step, after which it is no measure
+_NO_MEASURE = (
+    f"the old version has crashed {UNSTEADY} times or more on this step, so it is no measure: "
+    "`promote` goes on with the new one, `abort` goes back"
+)
 
 
 def _climb(at: Phase, to: Phase, what: str) -> Callable[[Rollout, e.Fact, float], Step]:
@@ -45,6 +51,9 @@ def _standby_failed(rollout: Rollout, fact: e.StandbyFailed, now: float) -> Step
 
 
 def _standby_crashed(rollout: Rollout, fact: e.StandbyCrashed, now: float) -> Step:
+    if rollout.phase == "judging":
+        verdicts = {**rollout.verdicts, rollout.step_name: crashed(rollout.verdicts.get(rollout.step_name))}
+        rollout = msgspec.structs.replace(rollout, verdicts=verdicts)
     return _standby_ended(rollout, now, f"the standby crashed: {fact.reason}")
 
 
@@ -88,7 +97,7 @@ def _reverted(rollout: Rollout, now: float) -> Step:
 def _judged(rollout: Rollout, fact: e.Judged, now: float) -> Step:
     if rollout.phase != "judging" or fact.change != rollout.change:
         return ignore(rollout)
-    verdict = fact.verdict
+    verdict = _measured_with(rollout, fact.verdict)
     verdicts = {**rollout.verdicts, rollout.step_name: verdict}
     known = rollout.verdicts.get(rollout.step_name)
     if verdict != known:  # numbers change with each verdict; only a new outcome is worth a line in the log
@@ -101,6 +110,13 @@ def _judged(rollout: Rollout, fact: e.Judged, now: float) -> Step:
     if known is None or known.outcome != verdict.outcome:
         return note(rollout, now, f"{verdict.outcome}: {verdict.reason}")
     return rollout, ()
+
+
+def _measured_with(rollout: Rollout, verdict: Verdict) -> Verdict:
+    """By an old version that crashes all the time nothing is good; what is bad is so by itself."""
+    if rollout.primary_crashes < UNSTEADY or verdict.outcome == "fail":
+        return verdict
+    return msgspec.structs.replace(verdict, outcome="hold", reason=_NO_MEASURE)
 
 
 def _held_back(rollout: Rollout) -> bool:
@@ -131,7 +147,11 @@ def _primary_crashed(rollout: Rollout, fact: e.PrimaryCrashed, now: float) -> St
     if rollout.leaving == "primary" and rollout.phase in _LEAVING:
         return enter(rollout, "stopping", now, what)
     if rollout.phase == "judging" and rollout.standby_bp < FULL_WEIGHT:  # its numbers are no measure now
-        return again(rollout, now, what)
+        crashes = rollout.primary_crashes + 1
+        if crashes < UNSTEADY:
+            return again(rollout, now, what, primary_crashes=crashes)
+        if crashes == UNSTEADY:
+            return note(rollout, now, f"{what}; {_NO_MEASURE}", primary_crashes=crashes)
     return note(rollout, now, what)
 
 
@@ -167,6 +187,8 @@ def _redis_lost(rollout: Rollout, fact: e.RedisLost, now: float) -> Step:
 def _redis_back(rollout: Rollout, fact: e.RedisBack, now: float) -> Step:
     if not rollout.suspended:
         return ignore(rollout)
+    if rollout.phase == "judging":  # what was measured meanwhile counts
+        return note(rollout, now, "Redis is back", suspended=False)
     return _resumed(again(rollout, now, "Redis is back", suspended=False), now)
 
 

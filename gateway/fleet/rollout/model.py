@@ -93,8 +93,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     facts about other changes are stale. `hold`: requests wait in the gateways. `leaving`: which side is being
     stopped. `outcome`: how it will end, as soon as that is decided. `due`: when the phase's time is over (a
     step's hold, the proof, the drain). `suspended`: Redis is down, nothing advances. `full`: no more judging.
-    `verdicts`: the last one of each step ("5%"). `cut`: streams that outlived the drain limit. `revision`
-    grows with every change of this record, which whoever keeps it compares before he overwrites.
+    `verdicts`: the last one of each step ("5%"). `primary_crashes`: of the old version on the present step,
+    as far as they matter. `cut`: streams that outlived the drain limit. `revision` grows with every change of
+    this record, which whoever keeps it compares before he overwrites.
     """
 
     id: str
@@ -119,6 +120,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     full: bool = False
     due: float | None = None
     verdicts: dict[str, Verdict] = {}
+    primary_crashes: int = 0
     cut: int = 0
     ended: float | None = None
     log: tuple[Entry, ...] = ()

@@ -122,7 +122,7 @@ def _set_weights(
     """Into a phase that begins with new weights: `percent` for the standby, the rest for the primary."""
     standby = round(percent * FULL_WEIGHT / 100)
     weights = {"primary_bp": FULL_WEIGHT - standby, "standby_bp": standby, "hold": False}
-    changes = {"change": rollout.change + 1, "leaving": None, **weights, **changes}
+    changes = {"change": rollout.change + 1, "leaving": None, "primary_crashes": 0, **weights, **changes}
     return enter(rollout, phase, now, what, **changes)
 
 
