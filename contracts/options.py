@@ -28,6 +28,12 @@ class WorkerOptions(BaseModel):
     chat_template: str | None = Field(
         None, description="Path of a Jinja chat template, if not the model's own."
     )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "phi4_mini_json", "mistral"] = Field(
+        "auto", description="How the model writes tool calls; auto: as its chat template shows."
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        "auto", description="How the model writes its reasoning; auto: as its chat template shows."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda if there is one, else cpu."
     )

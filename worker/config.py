@@ -104,6 +104,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "runner",
         "pooling_type",
     ),
+    "tools and reasoning": ("tool_call_parser", "reasoning_parser"),
     "device": ("device", "gpus", "threads", "enforce_eager"),
     "memory": (
         "gpu_memory_utilization",
@@ -201,6 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("accepted for compatibility")
     for flag, neutral in _ONLY_NEUTRAL.items():
         group.add_argument(f"--{flag}", metavar=neutral.upper(), help=f"Only {neutral}: not supported yet.")
+    group.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="Always on: models call tools by themselves."
+    )
     group.add_argument(
         "--trust-remote-code",
         action=argparse.BooleanOptionalAction,

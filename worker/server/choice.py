@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -41,18 +41,27 @@ class Delta:
 class Choice:
     """Counts an answer's tokens and turns them into text. The result doesn't depend on how they are grouped.
 
-    Without a tokenizer there is no text, only tokens.
+    Without a tokenizer there is no text, only tokens. `shown`: special tokens that are in the text though
+    others aren't.
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer | None, params: SamplingParams, *, continuation: bool
+        self,
+        index: int,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        *,
+        continuation: bool,
+        shown: Collection[int] = (),
     ) -> None:
         self.index = index
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finished = False
         self._params = params
-        self._text = OutputText(tokenizer, params, continuation=continuation) if tokenizer else None
+        self._text = (
+            OutputText(tokenizer, params, continuation=continuation, shown=shown) if tokenizer else None
+        )
         self._logprobs: dict[int, TokenLogprob] = {}  # by place in the text, until the text shows
         self._pushed = 0
 

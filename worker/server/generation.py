@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +76,7 @@ class Generation:
         trace: of a request that is sampled.
         started: when the request arrived, time.monotonic().
         default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
+        shown: special tokens that are in the text though others aren't.
 
     Raises (on construction and submit): ApiError 400 when the request can't fit, 503 when the queue is full.
     """
@@ -96,6 +97,7 @@ class Generation:
         id_prefix: str,
         started: float,
         default_length: int | None = None,
+        shown: Collection[int] = (),
     ) -> None:
         self._state = state
         self._engine, info, text = state.ready()
@@ -135,7 +137,7 @@ class Generation:
                     end_token_ids=ends,
                     service_class=NORMAL if service_class is None else service_class,
                 )
-                choice = Choice(index, text.tokenizer, params, continuation=continuation)
+                choice = Choice(index, text.tokenizer, params, continuation=continuation, shown=shown)
                 self._sequences.append(_Sequence(choice, engine_request, state.metrics.sequence(started)))
 
     def submit(self) -> None:

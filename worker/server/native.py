@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from contracts.errors import bad_request
-from worker.server.chat import chat_prompt
+from worker.server.chat_prompt import render_chat
 from worker.server.choice import Delta
 from worker.server.completions import DEFAULT_MAX_TOKENS, prompt_tokens
 from worker.server.exchange import Exchange, JsonLines
@@ -109,13 +109,13 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
     _, info, text = state.ready()
     limit = None  # counting the tokens of a prompt that is too long is what people come here for
     if request.messages is not None:
-        tokens = await chat_prompt(
+        prompt = await render_chat(
             text,
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             variables=template_variables(request.chat_template_kwargs),
-            limit=limit,
         )
+        tokens = await text.encode(prompt, param="messages", add_special_tokens=False, limit=limit)
     elif request.prompt is not None:
         tokens = await text.encode(
             request.prompt,

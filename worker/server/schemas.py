@@ -15,6 +15,8 @@ from contracts.errors import bad_request
 MAX_PROMPTS = 1024
 MAX_TEMPLATE_VARIABLES = 65_536  # bytes of JSON
 MAX_MESSAGES = 16384
+MAX_TOOLS = 128
+MAX_TOOLS_SIZE = 262_144  # bytes of JSON
 MAX_SALT = 256
 MAX_PRIORITY = 1_000_000
 
@@ -74,6 +76,18 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str
 
 
+class Function(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     arguments: str = ""
@@ -98,6 +112,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -107,8 +122,10 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     functions: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
@@ -175,12 +192,15 @@ _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-def decode(body: bytes, type: type[T]) -> T:
-    """The request in `body`. ApiError 400: not JSON, or a field of the wrong type, named in `param`."""
+def decode(body: bytes, type: type[T], within: str = "") -> T:
+    """The request in `body`. ApiError 400: not JSON, or a field of the wrong type, named in `param`.
+
+    `within`: the field that `body` is the value of, where that is read apart.
+    """
     try:
         return msgspec.json.decode(body, type=type)
     except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from error
+        raise _wrong_type(str(error), within) from error
     except RecursionError:
         raise bad_request("The request's body is nested too deeply.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -202,9 +222,11 @@ def template_variables(raw: msgspec.Raw) -> dict[str, Any]:
         raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs") from None
 
 
-def _wrong_type(message: str) -> Exception:
+def _wrong_type(message: str, within: str) -> Exception:
     found = _PATH.search(message)
     path = found["path"].removesuffix("[...]") if found else ""
+    if within:
+        path = f"{within}.{path}" if path and path[0] != "[" else within + path
     text = message[: found.start()] if found else message
     missing = _MISSING.match(text)
     if missing is not None:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from contracts.errors import ApiError, bad_request
 from worker.config import WorkerConfig
+from worker.text.calls import CALL_FORMATS, CallFormat, call_format_of
+from worker.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_of
 from worker.text.template import ChatTemplate, TemplateError
 from worker.text.tokenizer import Tokenizer
 from worker.weights.source import ModelSource
 
 _MAX_CHARS = 4_000_000  # some seconds of a core; twice what the longest contexts hold
 _OFF_LOOP_CHARS = 8192  # longer texts take over a millisecond or so: tokenized on a thread
+Format = TypeVar("Format", CallFormat, ReasoningFormat)
+
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt")
 
 
 @dataclass(slots=True)
 class TextModel:
-    """Text to prompts. Without a tokenizer (random weights) the model takes and gives token ids only."""
+    """Text to prompts. Without a tokenizer (random weights) the model takes and gives token ids only.
+
+    calls, reasoning: how the model writes tool calls and reasoning; None: it does not, or nobody knows how.
+    """
 
     tokenizer: Tokenizer | None
     template: ChatTemplate | None = None
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
     longest_token: int = field(init=False)  # bytes of the longest vocabulary entry
 
     def __post_init__(self) -> None:
@@ -41,7 +51,12 @@ class TextModel:
             return cls(None)
         text = _read(config.chat_template) if config.chat_template else tokenizer.chat_template
         template = ChatTemplate(text, tokenizer.bos_token, tokenizer.eos_token) if text else None
-        return cls(tokenizer, template)
+        return cls(
+            tokenizer,
+            template,
+            _chosen(config.tool_call_parser, CALL_FORMATS, call_format_of, text),
+            _chosen(config.reasoning_parser, REASONING_FORMATS, reasoning_format_of, text),
+        )
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; ApiError 400 naming `param` when the model has none."""
@@ -70,7 +85,12 @@ class TextModel:
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     def render(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
     ) -> str:
         """The chat as one prompt. ApiError 400 when the template refuses it, or there is none."""
         if self.template is None:
@@ -83,7 +103,9 @@ class TextModel:
             if name in variables:
                 raise bad_request(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}")
         try:
-            return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+            return self.template.render(
+                messages, tools, add_generation_prompt=add_generation_prompt, **variables
+            )
         except TemplateError as error:
             raise bad_request(f"The messages don't fit the chat template: {error}", "messages") from error
 
@@ -94,6 +116,15 @@ def context_too_long(tokens: str, limit: int, param: str) -> ApiError:
         param,
         "context_length_exceeded",
     )
+
+
+def _chosen(
+    name: str, formats: Mapping[str, Format], known_by: Callable[[str], Format | None], template: str | None
+) -> Format | None:
+    """The format that an option names; "auto": what the chat template shows."""
+    if name == "auto":
+        return known_by(template) if template else None
+    return formats.get(name)
 
 
 def _read(path: str) -> str:

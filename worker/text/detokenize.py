@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,12 +22,20 @@ class Detokenizer:
     Args:
         skip_special_tokens: leave control tokens out of the text.
         continuation: the text goes on after other text, so a SentencePiece vocabulary's leading space stays.
+        shown: special tokens that stay in the text all the same.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continuation: bool = False
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        continuation: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
-        self._look_up = tokenizer.visible_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._look_up: Callable[[int], bytes] = tokenizer.token_bytes
+        if skip_special_tokens:
+            self._look_up = _visible_but(shown, tokenizer) if shown else tokenizer.visible_bytes
         self._utf8 = _new_decoder("replace")
         strip = tokenizer.strips_leading_space and not continuation
         self.bytes_of: Callable[[int], bytes] = self._first_bytes if strip else self._look_up
@@ -56,3 +64,10 @@ class Detokenizer:
         if data:
             self.bytes_of = self._look_up
         return data.removeprefix(b" ")
+
+
+def _visible_but(shown: Collection[int], tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    def bytes_of(token: int) -> bytes:
+        return tokenizer.token_bytes(token) if token in shown else tokenizer.visible_bytes(token)
+
+    return bytes_of

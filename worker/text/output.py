@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from worker.params import SamplingParams
@@ -47,10 +47,20 @@ class OutputText:
     Args:
         continuation: the text goes on after a prompt that is text itself (completions), so a SentencePiece
             vocabulary's leading space is kept.
+        shown: special tokens that are in the text though others aren't.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, continuation: bool = False) -> None:
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, continuation=continuation)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        continuation: bool = False,
+        shown: Collection[int] = (),
+    ) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, params.skip_special_tokens, continuation=continuation, shown=shown
+        )
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._unstoppable = params.min_tokens if params.stop else 0
         self._ledger = _Ledger() if params.logprobs is not None else None

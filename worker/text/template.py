@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError, nodes
@@ -41,11 +41,17 @@ class ChatTemplate:
         source: Jinja source.
         bos_token, eos_token: what the template sees under these names; None renders as nothing.
 
+    Attributes:
+        source: as given.
+        tools: how it takes tools: as the variable of that name, as text in the system message (Phi-4-mini),
+            or not at all.
+
     Raises:
         TemplateError: the source isn't valid Jinja.
     """
 
     def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         environment = _Environment()
         try:
@@ -57,6 +63,7 @@ class ChatTemplate:
             ) from error
         self._takes_parts = _iterates_over_content(tree)
         self._knows_developer = "developer" in source
+        self.tools = _way_of_tools(tree)
 
     def render(
         self,
@@ -78,6 +85,8 @@ class ChatTemplate:
             bound.
         """
         chat = [self._prepare(index, message) for index, message in enumerate(messages)]
+        if tools and self.tools == "system message":
+            chat = _with_tools_in_system(chat, tools)
         variables = {
             **self._tokens,
             **kwargs,
@@ -141,6 +150,27 @@ def _with_parsed_arguments(call: Any, index: int) -> Any:
     except (ValueError, RecursionError):
         raise TemplateError(f"messages[{index}].tool_calls: function.arguments must be JSON text") from None
     return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _way_of_tools(tree: nodes.Template) -> Literal["variable", "system message"] | None:
+    if any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name)):
+        return "variable"
+    for node in tree.find_all((nodes.Getattr, nodes.Getitem)):
+        if isinstance(node, nodes.Getattr) and node.attr == "tools":
+            return "system message"
+        if isinstance(node, nodes.Getitem) and node.arg == nodes.Const("tools"):
+            return "system message"
+    return None
+
+
+def _with_tools_in_system(
+    chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Phi-4-mini's template wants the functions as JSON text in the field `tools` of the system message."""
+    text = _tojson([tool.get("function", tool) for tool in tools])
+    first = chat[0] if chat and chat[0].get("role") == "system" else None
+    system = {**(first or {"role": "system", "content": ""}), "tools": text}
+    return [system, *chat[first is not None :]]
 
 
 def _iterates_over_content(tree: nodes.Template) -> bool:

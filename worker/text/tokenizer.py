@@ -98,6 +98,11 @@ class Tokenizer:
         """The same, but nothing for a special token."""
         return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is exactly `text`; None if there is none."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def token_text(self, token_id: int) -> str:
         """`token_id` alone as text; part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,454 @@
+"""Tool calls and reasoning in POST /v1/chat/completions, against an engine that says what the test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from tests.worker import chat_templates
+from tests.worker.chat_templates import text_side
+from tests.worker.fake_engine import (
+    IM_END,
+    INFO,
+    MODEL,
+    FakeEngine,
+    events,
+    in_process,
+    make_state,
+    say,
+    serving,
+    strict_json,
+)
+from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE
+from worker.server.state import ServerState
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather of a city.", "parameters": PARAMETERS},
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, NOW]
+ASK = [{"role": "user", "content": "Weather in Köln?"}]
+COLOGNE = '{"city": "Köln"}'
+ROOMY = msgspec.structs.replace(INFO, max_model_len=8192, num_pages=1025)
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {COLOGNE}}}\n</tool_call>'
+NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def worker(answer: str, template: str = chat_templates.QWEN3, **engine: Any) -> ServerState:
+    state = make_state(FakeEngine(say(answer), info=ROOMY, **engine))
+    state.text = text_side(template)
+    return state
+
+
+def engine_of(state: ServerState) -> FakeEngine:
+    assert isinstance(state.engine, FakeEngine)
+    return state.engine
+
+
+def prompt_of(state: ServerState) -> str:
+    assert state.text
+    assert state.text.tokenizer
+    tokens = engine_of(state).submitted[0].prompt_token_ids
+    return state.text.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+async def post(state: ServerState, **fields: Any) -> Any:
+    async with in_process(state) as client:
+        body = {"model": MODEL, "messages": ASK, **fields}
+        return await client.post("/v1/chat/completions", json=body)
+
+
+async def chat(state: ServerState, **fields: Any) -> Any:
+    answer = await post(state, **fields)
+    assert answer.status_code == 200, answer.text
+    return strict_json(answer.content)
+
+
+async def stream(state: ServerState, **fields: Any) -> list[Any]:
+    answer = await post(state, stream=True, **fields)
+    assert answer.status_code == 200, answer.text
+    chunks = events(answer.text)
+    assert chunks.pop() == "[DONE]"
+    return chunks
+
+
+def joined(chunks: list[Any], index: int = 0) -> tuple[dict[str, Any], str | None]:
+    """(message, finish_reason) as a client puts them together, strict about the deltas of calls."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    reason = None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            for key in ("content", "reasoning_content", "reasoning"):
+                if delta.get(key):
+                    message[key] = message.get(key, "") + delta[key]
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(message["tool_calls"]):
+                    assert call["function"]["arguments"] == ""
+                    assert call["type"] == "function"
+                    message["tool_calls"].append(
+                        {"id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                    )
+                else:
+                    assert set(call) == {"index", "function"}
+                    message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            reason = choice["finish_reason"] or reason
+    return message, reason
+
+
+def plain_calls(message: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+    return [(call["name"], call["arguments"]) for call in calls]
+
+
+async def test_a_call_is_given_as_one() -> None:
+    state = worker(CALL)
+    body = await chat(state, tools=TOOLS)
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"].pop("tool_calls")
+    assert call["id"].startswith("call_")
+    assert (call["type"], call["function"]) == ("function", {"name": "get_weather", "arguments": COLOGNE})
+    assert choice["message"] == {
+        "role": "assistant", "content": None, "refusal": None, "reasoning_content": None, "reasoning": None,
+    }  # fmt: skip
+    tool = json.dumps(WEATHER, ensure_ascii=False)
+    assert f"<tools>\n{tool}\n" in prompt_of(state)
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 17, 1000])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls", "reason"),
+    [
+        (CALL, "", [("get_weather", COLOGNE)], "tool_calls"),
+        (
+            f"Let me look.\n{CALL}\n{NOW_CALL}",
+            "Let me look.",
+            [("get_weather", COLOGNE), ("now", "{}")],
+            "tool_calls",
+        ),
+        ("Just <b>text</b>.\n", "Just <b>text</b>.\n", [], "stop"),
+        ('<tool_call>{"name": broken}</tool_call>', '<tool_call>{"name": broken}</tool_call>', [], "stop"),
+    ],
+)  # fmt: skip
+async def test_streams_joined_are_whole_answers(
+    per_step: int, answer: str, content: str, calls: list[tuple[str, str]], reason: str
+) -> None:
+    chunks = await stream(worker(answer, per_step=per_step), tools=TOOLS)
+    message, streamed_reason = joined(chunks)
+    assert (message["content"], plain_calls(message), streamed_reason) == (content, calls, reason)
+    (choice,) = (await chat(worker(answer, per_step=per_step), tools=TOOLS))["choices"]
+    assert (choice["message"]["content"] or "") == content
+    assert (plain_calls(choice["message"]), choice["finish_reason"]) == (calls, reason)
+
+
+async def test_arguments_come_as_they_are_written() -> None:
+    long = json.dumps({"city": "x" * 50})
+    chunks = await stream(
+        worker(f'<tool_call>{{"name": "get_weather", "arguments": {long}}}</tool_call>'), tools=TOOLS
+    )
+    fragments = [
+        call["function"]["arguments"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]
+    assert "".join(fragments) == long
+    assert len(fragments) > 50
+
+
+async def test_a_call_that_max_tokens_cuts() -> None:
+    cut = CALL.index("Köln")
+    body = await chat(worker(CALL), tools=TOOLS, max_tokens=len(CALL[:cut].encode()))
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "length"
+    assert plain_calls(choice["message"]) == [("get_weather", '{"city": "')]
+
+
+async def test_a_beginning_of_a_call_that_max_tokens_cuts_is_content() -> None:
+    body = await chat(worker(CALL), tools=TOOLS, max_tokens=20)
+    (choice,) = body["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL[:20], "length")
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_a_stop_string_within_a_call() -> None:
+    message, reason = joined(await stream(worker(CALL), tools=TOOLS, stop=["öl"]))
+    assert (plain_calls(message), reason) == ([("get_weather", '{"city": "K')], "stop")
+
+
+async def test_at_most_one_call_without_parallel_calls() -> None:
+    answer = f"{CALL}\n{NOW_CALL}"
+    for body in (await chat(worker(answer), tools=TOOLS, parallel_tool_calls=False))["choices"]:
+        assert plain_calls(body["message"]) == [("get_weather", COLOGNE)]
+        assert body["finish_reason"] == "tool_calls"
+    message, reason = joined(await stream(worker(answer), tools=TOOLS, parallel_tool_calls=False))
+    assert (plain_calls(message), reason) == ([("get_weather", COLOGNE)], "tool_calls")
+
+
+async def test_several_answers_are_read_apart() -> None:
+    state = worker("", per_step=4)
+    answers = iter([f"A{CALL}", "<think>hm</think>B", NOW_CALL])
+    engine_of(state).script = lambda request: [*next(answers).encode(), IM_END]
+    chunks = await stream(state, tools=TOOLS, n=3)
+    first, second, third = (joined(chunks, index) for index in range(3))
+    assert (first[0]["content"], plain_calls(first[0]), first[1]) == (
+        "A",
+        [("get_weather", COLOGNE)],
+        "tool_calls",
+    )
+    assert (second[0]["content"], second[0]["reasoning"], second[1]) == ("B", "hm", "stop")
+    assert (plain_calls(third[0]), third[1]) == ([("now", "{}")], "tool_calls")
+
+
+@pytest.mark.parametrize("tool_choice", ["none", None])
+async def test_without_tools_marks_are_text(tool_choice: str | None) -> None:
+    fields: dict[str, Any] = {} if tool_choice is None else {"tools": TOOLS, "tool_choice": "none"}
+    state = worker(CALL, chat_templates.QWEN25)
+    (choice,) = (await chat(state, **fields))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert "# Tools" not in prompt_of(state)
+
+
+async def test_calls_and_results_of_earlier_turns_reach_the_template() -> None:
+    state = worker("20 degrees.")
+    history = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "I should look.",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": COLOGNE},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "20"}]},
+        {"role": "assistant", "content": "20", "tool_calls": []},
+    ]
+    await chat(state, messages=history, tools=TOOLS)
+    prompt = prompt_of(state)
+    assert "<think>\nI should look.\n</think>" in prompt
+    assert f'<tool_call>\n{{"name": "get_weather", "arguments": {COLOGNE}}}\n</tool_call><|im_end|>' in prompt
+    assert "<tool_response>\n20\n</tool_response>" in prompt
+
+
+async def test_llamas_calls() -> None:
+    answer = f'{{"name": "get_weather", "parameters": {COLOGNE}}}'
+    state = worker(answer, chat_templates.LLAMA)
+    (choice,) = (await chat(state, tools=TOOLS))["choices"]
+    assert plain_calls(choice["message"]) == [("get_weather", COLOGNE)]
+    (choice,) = (await chat(worker('{"name": "Bob", "parameters": {}}', chat_templates.LLAMA), tools=TOOLS))[
+        "choices"
+    ]
+    assert choice["message"]["content"] == '{"name": "Bob", "parameters": {}}'
+
+
+async def test_phis_tools_are_in_the_system_message() -> None:
+    answer = f'<|tool_call|>[{{"name": "get_weather", "arguments": {COLOGNE}}}]<|/tool_call|>'
+    for messages in (ASK, [{"role": "system", "content": "Be brief."}, *ASK]):
+        state = worker(answer, chat_templates.PHI)
+        (choice,) = (await chat(state, messages=messages, tools=TOOLS))["choices"]
+        assert plain_calls(choice["message"]) == [("get_weather", COLOGNE)]
+        said = "Be brief." if len(messages) == 2 else ""
+        functions = json.dumps([WEATHER["function"], NOW["function"]], ensure_ascii=False)
+        assert prompt_of(state).startswith(f"<|system|>{said}<|tool|>{functions}<|/tool|><|end|><|user|>")
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "answer", "calls"),
+    [
+        (
+            "required",
+            f'[{{"name": "get_weather", "parameters": {COLOGNE}}}, {{"name": "now", "parameters": {{}}}}]',
+            [("get_weather", COLOGNE), ("now", "{}")],
+        ),
+        ({"type": "function", "function": {"name": "get_weather"}}, COLOGNE, [("get_weather", COLOGNE)]),
+    ],
+)
+async def test_forced_calls(tool_choice: Any, answer: str, calls: list[tuple[str, str]]) -> None:
+    state = worker(answer)
+    (choice,) = (await chat(state, tools=TOOLS, tool_choice=tool_choice))["choices"]
+    assert (plain_calls(choice["message"]), choice["finish_reason"]) == (calls, "tool_calls")
+    message, reason = joined(await stream(worker(answer, per_step=2), tools=TOOLS, tool_choice=tool_choice))
+    assert (message["content"], plain_calls(message), reason) == ("", calls, "tool_calls")
+    form = engine_of(state).submitted[0].params.structured_outputs
+    assert form is not None
+    assert form.json is not None
+    schema = json.loads(form.json)
+    if tool_choice == "required":
+        names = [kind["properties"]["name"]["const"] for kind in schema["items"]["anyOf"]]
+        assert names == ["get_weather", "now"]
+        assert schema["items"]["anyOf"][0]["properties"]["parameters"] == PARAMETERS
+    else:
+        assert schema == PARAMETERS
+
+
+async def test_definitions_of_parameters_move_where_references_find_them() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"size": {"$ref": "#/$defs/Size"}},
+        "$defs": {"Size": {"enum": ["s", "l"]}},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "ab"]
+    state = worker("[]")
+    await chat(state, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    form = engine_of(state).submitted[0].params.structured_outputs
+    assert form is not None
+    assert form.json is not None
+    schema = json.loads(form.json)
+    assert schema["$defs"] == parameters["$defs"]
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [tool(name="get weather")]}, "tools[0].function.name"),
+        ({"tools": [tool(name="x" * 65)]}, "tools[0].function.name"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": "f"}, "tools"),
+        ({"tools": [tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools"),
+        ({"tools": [tool(description="x" * MAX_TOOLS_SIZE)]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+)
+async def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], param: str) -> None:
+    answer = await post(worker(CALL), **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
+async def test_tools_need_a_template_that_shows_them_and_a_format_that_is_known() -> None:
+    state = make_state(FakeEngine(say(CALL)))
+    answer = await post(state, tools=TOOLS)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "--chat-template" in answer.json()["error"]["message"]
+    state = worker(CALL, "{{ tools }}{{ messages }}")
+    answer = await post(state, tools=TOOLS)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "--tool-call-parser" in answer.json()["error"]["message"]
+    state = worker('{"city": "Rome"}', "{{ tools }}{{ messages }}")
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    body = await chat(state, tools=TOOLS, tool_choice=choice)
+    assert plain_calls(body["choices"][0]["message"]) == [("get_weather", '{"city": "Rome"}')]
+
+
+# --- reasoning
+
+THOUGHT = "<think>\nWarm?\nMaybe.\n</think>\n\nIt is."
+
+
+@pytest.mark.parametrize("per_step", [1, 4, 1000])
+async def test_reasoning_is_apart_from_the_answer(per_step: int) -> None:
+    body = await chat(worker(THOUGHT, per_step=per_step))
+    message = body["choices"][0]["message"]
+    assert message["content"] == "It is."
+    assert message["reasoning_content"] == message["reasoning"] == "Warm?\nMaybe."
+    chunks = await stream(worker(THOUGHT, per_step=per_step), stream_options={"include_usage": True})
+    message, reason = joined(chunks)
+    assert (message["content"], message["reasoning"], reason) == ("It is.", "Warm?\nMaybe.", "stop")
+    assert message["reasoning_content"] == message["reasoning"]
+    if per_step == 1:
+        reasoning = len("<think>\nWarm?\nMaybe.\n</think>")
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": reasoning}
+        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": reasoning}
+
+
+async def test_reasoning_that_the_prompt_opens() -> None:
+    body = await chat(worker("Warm?\n</think>It is.", chat_templates.R1))
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("It is.", "Warm?")
+
+
+async def test_thinking_can_be_switched_off() -> None:
+    state = worker("It is.")
+    body = await chat(state, chat_template_kwargs={"enable_thinking": False})
+    assert prompt_of(state).endswith("<think>\n\n</think>\n\n")
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("It is.", None)
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+async def test_reasoning_can_be_left_out() -> None:
+    body = await chat(worker(THOUGHT), include_reasoning=False)
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("It is.", None)
+    message, _ = joined(await stream(worker(THOUGHT), include_reasoning=False))
+    assert message == {"content": "It is.", "tool_calls": []}
+
+
+async def test_reasoning_that_max_tokens_cuts() -> None:
+    body = await chat(worker(THOUGHT), max_tokens=len("<think>\nWarm"))
+    (choice,) = body["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Warm")
+    assert choice["finish_reason"] == "length"
+
+
+async def test_calls_within_reasoning_are_none() -> None:
+    answer = f"<think>\nShould I {NOW_CALL}?\n</think>\n\n{CALL}"
+    message, reason = joined(await stream(worker(answer), tools=TOOLS))
+    assert (plain_calls(message), reason) == ([("get_weather", COLOGNE)], "tool_calls")
+    assert message["reasoning"] == f"Should I {NOW_CALL}?"
+
+
+async def test_log_probabilities_are_those_of_all_tokens() -> None:
+    answer = f"<think>a</think>Is{CALL}"
+    body = await chat(worker(answer), tools=TOOLS, logprobs=True)
+    tokens = body["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == answer
+    chunks = await stream(worker(answer, per_step=3), tools=TOOLS, logprobs=True)
+    streamed = [
+        byte
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for token in (choice["logprobs"] or {}).get("content", ())
+        for byte in token["bytes"]
+    ]
+    assert bytes(streamed).decode() == answer
+
+
+async def test_the_sdk_puts_streams_together() -> None:
+    state = worker(f"<think>\nHm.\n</think>\n\nLet me look.\n{CALL}\n{NOW_CALL}")
+    async with serving(state) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        call: Any = client.chat.completions
+        async with call.stream(model=MODEL, messages=ASK, tools=TOOLS) as answering:
+            kinds = [event.type async for event in _aiter(answering)]
+            answer = await answering.get_final_completion()
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather", "now"]
+    assert [call.function.arguments for call in choice.message.tool_calls] == [COLOGNE, "{}"]
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+
+
+async def _aiter(stream: Any) -> AsyncIterator[Any]:
+    async for event in stream:
+        yield event

@@ -1,0 +1,82 @@
+"""From a chat to the prompt that the model continues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from contracts.errors import bad_request
+from worker.server.schemas import MAX_MESSAGES, Message
+from worker.server.text_model import TextModel
+from worker.server.tools import ToolUse
+
+_OFF_LOOP_MESSAGES = 64
+
+
+async def render_chat(
+    text: TextModel,
+    messages: Sequence[Message],
+    *,
+    tools: ToolUse | None = None,
+    add_generation_prompt: bool = True,
+    variables: dict[str, Any],
+) -> str:
+    """The prompt of a chat. ApiError 400 when it can't become one."""
+    if not messages:
+        raise bad_request("messages is empty: at least one message is needed", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_request(f"messages may hold at most {MAX_MESSAGES} messages", "messages")
+    _check_parts(messages)
+    if tools is not None:
+        _check_that_tools_show(text, tools)
+    plain = [_for_template(message) for message in messages]
+    render = partial(
+        text.render,
+        plain,
+        tools=tools.tools if tools is not None else (),
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+    )
+    # Long conversations take milliseconds to render: other streams go on meanwhile.
+    return render() if len(plain) <= _OFF_LOOP_MESSAGES else await asyncio.to_thread(render)
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    if not message.tool_calls:
+        plain.pop("tool_calls", None)  # templates ask whether it is there, not whether it is empty
+    reasoning = plain.pop("reasoning", None)
+    if reasoning is not None:
+        plain.setdefault("reasoning_content", reasoning)
+    return plain
+
+
+def _check_that_tools_show(text: TextModel, tools: ToolUse) -> None:
+    if text.template is not None and text.template.tools is None:
+        raise bad_request(
+            "This model's chat template has no place for tools; start the worker with a --chat-template that "
+            "has, or leave tools out.",
+            "tools",
+        )
+    if text.calls is None and not tools.forced:
+        raise bad_request(
+            "How this model writes tool calls isn't known; start the worker with --tool-call-parser, or use "
+            "tool_choice 'required' or a function's name.",
+            "tools",
+        )
+
+
+def _check_parts(messages: Sequence[Message]) -> None:
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            where = f"messages[{i}].content[{j}]"
+            if part.type not in ("text", "refusal"):
+                raise bad_request(
+                    f"{where}.type is {part.type[:50]!r}; this model reads text only", f"{where}.type"
+                )
+            if (part.text if part.type == "text" else part.refusal) is None:
+                raise bad_request(f"{where}.{part.type} is missing", f"{where}.{part.type}")
