@@ -7,9 +7,9 @@ gateway validates the block with this model before it starts anything; the worke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from contracts.units import ByteSize
 
@@ -20,7 +20,7 @@ class WorkerOptions(BaseModel):
     """Options that a person may set for one worker; defaults suit a small machine and are resolved at
     start."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tokenizer: str | None = Field(
         None, description="Directory or file of the tokenizer, if not the model's own."
@@ -95,6 +95,16 @@ class WorkerOptions(BaseModel):
         "checkpoint says, else last.",
     )
     disable_log_stats: bool = Field(False, description="No periodic statistics line in the log.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """`true` would count as 1."""
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if any(isinstance(one, bool) for one in values) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("is no switch: neither true nor false can be its value")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkerOptions:

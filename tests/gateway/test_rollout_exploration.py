@@ -307,8 +307,8 @@ def states(graph: Graph) -> list[Rollout]:
 
 
 def test_when_all_goes_well_it_ends_by_itself(graph: Graph):
-    """From every state, unless a person or Redis holds it back, or an old version that is no measure: no cycle,
-    no wait for nobody."""
+    """From every state, unless a person holds it back, or Redis, or an old version that is no measure: no
+    cycle, no wait for nobody."""
     for rollout in states(graph):
         rollout, _ = fact(rollout, e.RedisBack(rollout_id=rollout.id), 0)
         if rollout.paused:

@@ -45,6 +45,8 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         operator = Operator(fleet)
         nothing = await operator.swap("status")
         assert (nothing.exit_code, "there was no rollout" in nothing.output) == (0, True)
+        nothing = await operator.swap("undo", "m")
+        assert (nothing.exit_code, "there was no rollout to undo" in nothing.output) == (6, True)
 
         plan = await operator.swap("start", "nick", "--to", "fake/ok", "--set", "max-num-seqs=8", "--dry-run")
         assert (plan.exit_code, fleet.slots()) == (0, {"m-0": "ready"})
@@ -81,10 +83,11 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         assert (await operator.swap("watch", "m")).exit_code == 4
         assert (await operator.swap("abort", "m")).exit_code == 6
 
-        nothing_to_undo = await operator.swap("undo", "m")
-        assert (nothing_to_undo.exit_code, "nothing to undo" in nothing_to_undo.stderr) == (6, True)
+        undone = await operator.swap("undo", "m")  # the first one: those since have changed nothing
+        assert undone.exit_code == 0, undone.output
+        assert (fleet.slots(), fleet.rollouts.models.changed_versions()) == ({"m-0": "ready"}, {})
         outcomes = [record["outcome"] for record in await operator.json("history", "m")]
-        assert outcomes == ["completed", "rolled_back", "aborted"]
+        assert outcomes == ["completed", "rolled_back", "aborted", "completed"]
         assert "aborted by the operator" in (await operator.swap("history", "m")).output
 
 
@@ -103,6 +106,21 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
             ("start", "m", "--to", "fake/ok", "--set", "dtypo=x"),
             "--set dtypo: unknown key; did you mean 'dtype'",
         ),
+        (("start", "m", "--set", "rope_theta=.inf"), "--set rope_theta=.inf: a finite number is needed"),
+        (("start", "m", "--set", "gpus=[0, -.inf]"), "a finite number is needed"),
+        (("start", "m", "--set", "rope_theta=.nan"), "a finite number is needed"),
+        (("start", "m", "--set", "rope_theta=1e999"), "--set rope_theta: Input should be a finite number"),
+        (("start", "m", "--set", f"seed={2**64}"), "the number is too large"),
+        (("start", "m", "--set", "seed=2026-01-02"), "no option takes a date; put text in quotes"),
+        (("start", "m", "--set", "seed=2026-13-45"), "the value isn't YAML"),
+        (("start", "m", "--set", f"seed={'[' * 5000}"), "the value isn't YAML"),
+        (("start", "m", "--set", "gpus={1: 2}"), "keys must be text"),
+        (("start", "m", "--set", "gpus=[zero]"), "must be a whole number, not 'zero'"),
+        (("start", "m", "--set", "max_num_seqs=true"), "--set max_num_seqs: is no switch"),
+        (("start", "m", "--set", "dtype=3"), "--set dtype: "),
+        (("start", "m", "--set", "seed=1", "--set", "seed=2"), "--set seed is given twice"),
+        (("start", "m", "--to", "fake/ok", "--hold", "9" * 400 + "d"), "hold must be a time of 0 s or more"),
+        (("start", "m", "--to", "fake/ok", "--steps", "nan,100%"), "steps must be ascending percentages"),
         (("start", "m", "--to", "fake/ok", "--steps", "100%,5%"), "steps must be ascending percentages"),
         (("start", "m", "--to", "fake/ok", "--steps", "few"), "is no list of percentages"),
         (("start", "m", "--to", "fake/ok", "--hold", "long"), "'long' is no duration"),
