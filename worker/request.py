@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from worker.grammar.constraint import Constraint
 from worker.ipc.messages import EngineRequest, FinishReason
 from worker.params import SamplingParams
 
@@ -28,6 +29,7 @@ class Request:
         "cache_salt",
         "cached_tokens",
         "computed",
+        "constraint",
         "finish_reason",
         "first_row",
         "first_scheduled",
@@ -67,6 +69,7 @@ class Request:
         self.reclaimed = 0  # times that its pages were taken for a more urgent class
         self.tokens = list(message.prompt_token_ids)
         self.prompt_length = len(self.tokens)
+        self.constraint: Constraint | None = None  # set before it is scheduled, when it asks for a form
         self.pending = 0
         # Leading tokens of the prompt whose log-probabilities have been computed, or aren't wanted; the first
         # has none.
@@ -132,6 +135,8 @@ class Request:
         """Add a sampled token; the reason when it is the last."""
         self.tokens.append(token)
         outputs = len(self.tokens) - self.prompt_length
+        if self.constraint is not None and self.constraint.take(token):
+            return "stop"
         if token in self.stop_tokens and outputs >= self.params.min_tokens:
             return "stop"
         if len(self.tokens) >= self.token_limit:

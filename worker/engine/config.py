@@ -39,6 +39,7 @@ class EngineConfig:
     kv_cache_bytes: int | None
     num_pages: int | None
     pooling: PoolingConfig | None  # None: the model generates
+    tokenizer: str | None  # instead of the model's own
 
 
 def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None = None) -> EngineConfig:
@@ -74,6 +75,7 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
         kv_cache_bytes=options.kv_cache_memory_bytes,
         num_pages=options.num_gpu_blocks_override,
         pooling=find_pooling(source, options.runner, options.pooling_type),
+        tokenizer=options.tokenizer,
     )
 
 

@@ -13,6 +13,7 @@ from contracts.units import format_bytes
 from worker.engine.blocks import PagePool
 from worker.engine.budget import plan_pages
 from worker.engine.config import EngineConfig
+from worker.engine.grammars import Grammars
 from worker.engine.loading import largest_step, load, make_runner, smallest_steps
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import (
@@ -33,6 +34,7 @@ from worker.runner.step import Launched, Runner, activation_bytes, dry_run
 OnProgress = Callable[[Progress], None]
 # SchedulerConfig.worth_waiting: a step takes an H200 4 ms, and two CPU cores 40 ms, in which they compute a
 # page's worth of tokens.
+COMPILING_WAIT = 0.005  # seconds, while there is nothing else to do
 WORTH_WAITING = {"cuda": 256, "cpu": 16}
 NOT_FINITE_ERROR = "the model produced values that are not finite numbers"
 _FAILURES = {
@@ -44,11 +46,19 @@ _FAILURES = {
 class Engine:
     """Requests in, tokens out. `step` runs one step of whatever is there; nothing happens between calls."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, scheduler: Scheduler, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        scheduler: Scheduler,
+        info: EngineInfo,
+        grammars: Grammars,
+    ) -> None:
         self.config = config
         self.info = info
         self.runner = runner
         self.scheduler = scheduler
+        self._grammars = grammars
         self._requests: dict[str, Request] = {}
         self._launched: deque[Launched] = deque()
         # On a GPU the next step is scheduled and launched while this one runs.
@@ -63,6 +73,9 @@ class Engine:
         """Load the weights, size and allocate the KV cache, warm up. EngineError says what doesn't fit."""
         started = time.monotonic()
         torch.set_num_threads(config.threads)
+        grammars = Grammars(config.source, config.tokenizer, config.eos_token_ids, config.threads)
+        if config.device.type == "cuda":
+            grammars.prepare()  # on a CPU the first form waits instead: starts are quick there
         model = load(config, lambda done, total: on_progress(Progress("weights", done, total)))
         if config.device.type == "cpu":
             model.pack()
@@ -104,7 +117,7 @@ class Engine:
             config.chunked_prefill,
             worth_waiting=WORTH_WAITING[config.device.type],
         )
-        return cls(config, runner, Scheduler(limits, pool), info)
+        return cls(config, runner, Scheduler(limits, pool), info, grammars)
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +138,8 @@ class Engine:
         request.first_row = self.runner.model.first_row(request.token_limit)
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_length
-        self.scheduler.add(request)
+        if not self._grammars.needed(request) or self._grammars.begin(request):
+            self.scheduler.add(request)
         return None
 
     def _refusal(self, request: Request) -> str | None:
@@ -153,18 +167,27 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self.scheduler.finish(request, "abort")
+        if not self._grammars.forget(request):
+            self.scheduler.finish(request, "abort")
         return RequestOutput(request_id, [], finish_reason="abort")
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step and read the oldest one back. Empty when nothing has been sampled yet."""
+        outputs = self._take_compiled() if self._grammars.compiling else []
         step = self.scheduler.schedule(time.monotonic())
         if step.rows:
-            self._launched.append(self.runner.launch(step))
+            launched = self.runner.forward(step)
+            form = None
+            if any(request.constraint is not None for request in launched.host.sampled):
+                # What may come next depends on the tokens of the steps before. The device computes meanwhile.
+                outputs += self.drain()
+                form = self._grammars.mask(launched.host.sampled)
+            self.runner.sample(launched, form)
+            self._launched.append(launched)
             self._steps += 1
         if self._launched and (len(self._launched) >= self._depth or not step.rows):
-            return self._collect(self._launched.popleft())
-        return []
+            outputs += self._collect(self._launched.popleft())
+        return outputs
 
     def drain(self) -> list[RequestOutput]:
         """Read back all launched steps."""
@@ -226,6 +249,19 @@ class Engine:
 
     # ---- inside
 
+    def _take_compiled(self) -> list[RequestOutput]:
+        """Queue requests whose forms are compiled; the outputs of those whose forms can't be."""
+        busy = self._launched or self.scheduler.running or self.scheduler.waiting
+        outputs = []
+        for request, error in self._grammars.ready(0.0 if busy else COMPILING_WAIT):
+            if not error:
+                self.scheduler.add(request)
+                continue
+            del self._requests[request.id]
+            message = f"structured output: {error}"
+            outputs.append(RequestOutput(request.id, [], finish_reason="error", error=message, refused=True))
+        return outputs
+
     def _collect(self, launched: Launched) -> list[RequestOutput]:
         tokens, logprobs = launched.read()
         vectors = launched.pooled.read() if launched.pooled is not None else {}
@@ -272,10 +308,13 @@ class Engine:
         if len(request.tokens) == request.prompt_length:
             output.cached_tokens = request.cached_tokens
             output.queue_time = max(0.0, request.first_scheduled - request.arrival)
-        if token in _FAILURES:
+        error = _FAILURES.get(token, "")
+        if request.constraint is not None and request.constraint.error:
+            error, output.refused = f"structured output: {request.constraint.error}", True
+        if error:
             output.token_ids = []
             output.finish_reason = "error"
-            output.error = _FAILURES[token]
+            output.error = error
             self.scheduler.finish(request, "error")
         else:
             output.finish_reason = self.scheduler.update(request, token)

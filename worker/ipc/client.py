@@ -90,6 +90,7 @@ class RequestStream:
             pending.finish_reason = output.finish_reason
             pending.stop_token = output.stop_token
             pending.error = output.error
+            pending.refused = output.refused
         self._arrived.set()
 
     def __aiter__(self) -> RequestStream:

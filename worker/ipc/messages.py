@@ -96,6 +96,7 @@ class RequestOutput(msgspec.Struct, array_like=True):
     pooled: bytes | None = (
         None  # of a request with `pooling`: float32, little-endian, neither cut nor normalised
     )
+    refused: bool = False  # with `error`: the fault is the request's own
     # Of pieces of the prompt as they are computed, in order; outputs with them may have no tokens.
     prompt_logprobs: list[PromptLogprobs] | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from kernels.sampling import sample_triton
 from worker.ipc.messages import TokenLogprob
 from worker.request import Request
 from worker.runner.draw import argmax, draw, uniforms
-from worker.runner.masks import Masks
+from worker.runner.masks import FormMask, Masks
 from worker.runner.penalties import Penalties
 from worker.runner.transfer import to_device, to_host
 
@@ -93,6 +94,7 @@ class Sampler:
             draws = torch.zeros(1, dtype=torch.float64, device=self.device)
             sample_triton(logits, self._vocab_limit)
             sample_triton(logits, self._vocab_limit, params, draws)
+            self._masks.apply_form(logits, FormMask([0], np.zeros((1, 1), np.uint32)))
 
     def begin(self, requests: list[Request]) -> None:
         """These requests just got their rows."""
@@ -101,8 +103,9 @@ class Sampler:
                 self._penalties.begin(request)
                 self._masks.begin(request)
 
-    def sample(self, logits: Tensor, requests: list[Request]) -> Sampled:
-        """One token for each row of `logits` [R, vocab], which may be changed in place."""
+    def sample(self, logits: Tensor, requests: list[Request], form: FormMask | None = None) -> Sampled:
+        """One token for each row of `logits` [R, vocab], which may be changed in place; `form` for those
+        whose answers must have one."""
         wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
         shaped = [i for i, r in enumerate(requests) if r.shaped_for and r.position < r.shaped_for]
         if wanted or shaped or not logits.is_cuda:
@@ -114,6 +117,8 @@ class Sampler:
         if shaped:
             self._penalties.apply(logits, shaped, changed)
             self._masks.apply(logits, shaped, changed)
+        if form is not None:
+            self._masks.apply_form(logits, form)
         top = logits.amax(dim=-1) if shaped or not logits.is_cuda else None
         tokens = self._choose_on_gpu(logits, requests) if logits.is_cuda else self._choose(logits, requests)
         if top is not None:

@@ -17,6 +17,7 @@ from worker.request import Step
 from worker.runner.batch import BatchState, HostStep, device_step, host_step
 from worker.runner.graphs import DecodeGraphs, graph_sizes
 from worker.runner.kv_cache import KvCache
+from worker.runner.masks import FormMask
 from worker.runner.mixed_graphs import MixedGraphs, mixed_sizes
 from worker.runner.pooler import Pooled, Pooler
 from worker.runner.prompt_logprobs import PromptScorer, Scored
@@ -110,12 +111,12 @@ class Runner:
         return launched
 
     @torch.inference_mode()
-    def sample(self, launched: Launched) -> None:
-        """The second part: draw a token for every row that samples."""
+    def sample(self, launched: Launched, form: FormMask | None = None) -> None:
+        """The second part: draw a token for every row that samples; `form` for answers that must have one."""
         if launched.logits is None:
             return
         host = launched.host
-        launched.sampled = self._sampler.sample(launched.logits, host.sampled)
+        launched.sampled = self._sampler.sample(launched.logits, host.sampled, form)
         launched.logits = None
         device = self._state.last_tokens.device
         if device.type == "cuda":

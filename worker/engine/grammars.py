@@ -1,0 +1,165 @@
+"""Grammars: what answers must look like, compiled beside the engine's loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from worker.grammar.compiling import STACK_BYTES, GrammarError, compile_matcher
+from worker.grammar.constraint import Constraint, MaskWriter
+from worker.grammar.vocabulary import token_table
+from worker.params import StructuredOutputs
+from worker.request import Request
+from worker.runner.masks import FormMask
+from worker.text.tokenizer import Tokenizer, TokenizerError
+from worker.weights.source import ModelSource
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_REMEMBERED = 64  # compiled forms; one takes 1 to 30 MB
+_THREADS = 2  # that compile: one large form doesn't hold all others up
+_MASK_THREADS = 16  # at most
+_ENDLESS = 1 << 62
+
+Compiled = tuple[StructuredOutputs, "LLMatcher | None", str]  # the form, its matcher, or what is wrong
+
+
+class Grammars:
+    """Gives requests their constraints. One thread may use it.
+
+    The tokenizer is loaded with the first form, on the thread that compiles it.
+
+    Args:
+        source, tokenizer: see Tokenizer.from_source.
+        eos_token_ids: the model's ends, beside the tokenizer's.
+        threads: that work out masks.
+    """
+
+    def __init__(
+        self, source: ModelSource, tokenizer: str | None, eos_token_ids: frozenset[int], threads: int
+    ) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._mask_threads = min(threads, _MASK_THREADS)
+        self._loading = threading.Lock()
+        self._table: LLTokenizer | None = None
+        self._ends: frozenset[int] = frozenset()
+        self._writer: MaskWriter | None = None
+        self._known: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()  # the last used last
+        self._waiting: dict[StructuredOutputs, list[Request]] = {}
+        self._jobs: queue.SimpleQueue[StructuredOutputs] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self._started = 0
+
+    @staticmethod
+    def needed(request: Request) -> bool:
+        """Whether the request's answer must have a form."""
+        return request.params.structured_outputs is not None and request.params.max_tokens != 0
+
+    @property
+    def compiling(self) -> bool:
+        """Whether requests wait for their constraints."""
+        return bool(self._waiting)
+
+    def begin(self, request: Request) -> bool:
+        """Whether the request has its constraint now; else `ready` hands it out later."""
+        form = request.params.structured_outputs
+        assert form is not None
+        if form in self._known:
+            self._constrain(request, form)
+            return True
+        if form not in self._waiting:
+            self._start_thread()
+            self._jobs.put(form)
+        self._waiting.setdefault(form, []).append(request)
+        return False
+
+    def forget(self, request: Request) -> bool:
+        """Whether the request was waiting for its constraint; it waits no more."""
+        form = request.params.structured_outputs
+        waiting = self._waiting.get(form, []) if form is not None else []
+        if request not in waiting:
+            return False
+        waiting.remove(request)
+        return True
+
+    def ready(self, wait: float = 0.0) -> list[tuple[Request, str]]:
+        """Requests that have their constraints since the last call, or can't have one: then with the reason.
+        Waits up to `wait` seconds for the first."""
+        if not self._waiting:
+            return []
+        found: list[tuple[Request, str]] = []
+        while True:
+            try:
+                form, matcher, error = self._done.get(timeout=wait) if wait else self._done.get_nowait()
+            except queue.Empty:
+                return found
+            wait = 0.0
+            requests = self._waiting.pop(form)
+            if matcher is not None:
+                self._known[form] = matcher
+                for request in requests:
+                    self._constrain(request, form)
+                while len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+            found += [(request, error) for request in requests]
+
+    def mask(self, requests: list[Request]) -> FormMask:
+        """What may come next for those of the requests, a row each, whose answers must have a form and still
+        go on; the tokens they have must all be known."""
+        assert self._writer is not None
+        going_on = [
+            (place, request.constraint)
+            for place, request in enumerate(requests)
+            if request.constraint is not None and request.finish_reason is None
+        ]
+        bits = self._writer.write([constraint for _, constraint in going_on])
+        return FormMask([place for place, _ in going_on], bits)
+
+    def prepare(self) -> None:
+        """Load the tokenizer on a thread, before the first form comes."""
+        threading.Thread(target=self._token_table, daemon=True).start()
+
+    # ---- inside
+
+    def _constrain(self, request: Request, form: StructuredOutputs) -> None:
+        self._known.move_to_end(form)
+        if self._writer is None:
+            assert self._table is not None
+            self._ends = frozenset(self._table.eos_tokens)
+            self._writer = MaskWriter(self._table.vocab_size, self._ends, self._mask_threads)
+        keep_on = _ENDLESS if request.params.ignore_eos else request.params.min_tokens
+        request.constraint = Constraint(self._known[form].deep_copy(), self._ends, keep_on)
+
+    def _start_thread(self) -> None:
+        if self._started < _THREADS:
+            self._started += 1
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=self._work, daemon=True).start()
+            finally:
+                threading.stack_size(before)
+
+    def _work(self) -> None:
+        while True:
+            form = self._jobs.get()
+            try:
+                matcher = compile_matcher(self._token_table(), form)
+            except (GrammarError, TokenizerError) as error:
+                self._done.put((form, None, str(error)))
+            except Exception as error:
+                self._done.put((form, None, f"it can't be compiled: {type(error).__name__}"))
+            else:
+                self._done.put((form, matcher, ""))
+
+    def _token_table(self) -> LLTokenizer:
+        with self._loading:
+            if self._table is None:
+                tokenizer = Tokenizer.from_source(self._source, self._tokenizer)
+                if tokenizer is None:
+                    raise GrammarError("this model has no tokenizer, and structured output needs one")
+                self._table = token_table(tokenizer, self._eos_token_ids)
+            return self._table
