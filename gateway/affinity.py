@@ -13,7 +13,7 @@ SEARCHED = 64 * 1024  # bytes of a body in which the prompt must begin
 HASHED = 1024  # bytes before the cut that name the conversation
 _SYSTEM_LONGEST = 16 * 1024  # bytes of a system prompt behind which the first user's message is looked for
 _MASK = 2**64 - 1
-_FIELDS = (b'"messages"', b'"prompt"', b'"inputs"')
+_FIELDS = (b'"messages"', b'"prompt"', b'"inputs"', b'"input"')
 
 
 def conversation_key(body: bytes) -> int | None:
@@ -30,7 +30,7 @@ def conversation_key(body: bytes) -> int | None:
     else:
         return None
     start += len(field)
-    if field == b'"messages"':
+    if field == b'"messages"' or (field == b'"input"' and b"[" in body[start : start + 8]):
         user = body.find(b'"user"', start, start + _SYSTEM_LONGEST)
         end = body.find(b"}", user, user + HASHED) if user >= 0 else -1
         if end < 0:

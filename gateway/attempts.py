@@ -27,7 +27,7 @@ from gateway.usage.record import MAX_BODY
 MAX_ATTEMPTS = 4  # without refusals of workers that drain: all of a version may do that at once
 CLIENT_LEFT = 499  # status in metrics; nobody is there to read it
 METERED = (  # their tokens are written down
-    *(b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"),
+    *(b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings"),
     *(b"/generate", b"/generate_stream"),
 )
 

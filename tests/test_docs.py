@@ -36,6 +36,7 @@ from worker.config import WorkerConfig, read_config
 from worker.server import schemas
 from worker.server.app import create_app
 from worker.server.metrics import Metrics
+from worker.server.responses_input import ResponsesRequest
 from worker.server.state import ServerState
 
 API = ROOT / "docs" / "api.md"
@@ -203,6 +204,7 @@ def test_the_supervisors_socket() -> None:
 FIELD_TABLES: dict[str, type[msgspec.Struct]] = {
     "Sampling fields": schemas.Sampling,
     "POST /v1/chat/completions": schemas.ChatRequest,
+    "POST /v1/responses": ResponsesRequest,
     "POST /v1/completions": schemas.CompletionRequest,
     "POST /generate": schemas.GenerateRequest,
     "POST /v1/embeddings": schemas.EmbeddingRequest,

@@ -17,6 +17,7 @@ MAX_ANSWERS = 128
 class _Sized(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     n: Any = None
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -43,11 +44,11 @@ def reservation(body: bytes, *, embeds: bool = False) -> int:
     if embeds:
         return max(1, _prompt(bytes(sized.input))[0])
     prompt, prompts = _prompt(bytes(sized.prompt))
-    answer = sized.max_tokens if _is_count(sized.max_tokens) else sized.max_completion_tokens
-    if not _is_count(answer):
-        answer = USUAL_ANSWER if sized.messages else COMPLETION
+    limits = (sized.max_tokens, sized.max_completion_tokens, sized.max_output_tokens)
+    chat = len(sized.messages) + len(sized.input)
+    answer = next(filter(_is_count, limits), USUAL_ANSWER if chat else COMPLETION)
     answers = min(sized.n, MAX_ANSWERS) if _is_count(sized.n) else 1
-    return prompt + len(sized.messages) // BYTES_PER_TOKEN + prompts * answers * int(answer)
+    return prompt + chat // BYTES_PER_TOKEN + prompts * answers * int(answer)
 
 
 def _is_count(value: object) -> bool:

@@ -15,7 +15,7 @@ from gateway.routing import Router
 from gateway.usage.record import Record
 from gateway.usage.recorder import Recorder
 
-PROXIED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+PROXIED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MODELS = "/v1/models"
 
 

@@ -19,6 +19,8 @@ WORDS = "The quick brown fox jumps over the lazy dog. "
         ({"messages": [{"role": "user", "content": WORDS}], "max_completion_tokens": 70}, 70),
         ({"messages": [{"role": "user", "content": WORDS}], "max_tokens": 100, "n": 3}, 300),
         ({"messages": [{"role": "user", "content": WORDS}]}, USUAL_ANSWER),
+        ({"input": WORDS, "max_output_tokens": 80}, 80),
+        ({"input": [{"role": "user", "content": WORDS}]}, USUAL_ANSWER),
         ({"prompt": WORDS}, COMPLETION),
         ({"prompt": WORDS, "max_tokens": None}, COMPLETION),
         ({"prompt": [WORDS, WORDS], "max_tokens": 10, "n": 2}, 40),

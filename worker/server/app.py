@@ -13,11 +13,13 @@ from worker.server.endpoint import Endpoint, Handler
 from worker.server.exchange import Exchange
 from worker.server.native import detokenize, generate, generate_stream, tokenize
 from worker.server.refusals import route_not_found
+from worker.server.responses import responses
 from worker.server.state import ServerState
 
 _WORK: dict[str, Handler] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
+    "/v1/responses": responses,
     "/v1/embeddings": embeddings,
     "/generate": generate,
     "/generate_stream": generate_stream,

@@ -17,7 +17,7 @@ from worker.server.refusals import check_stream_options, refuse_unsupported_form
 from worker.server.sampling import sampling_params
 from worker.server.schemas import ChatRequest, decode, template_variables
 from worker.server.state import ServerState
-from worker.server.tools import ToolUse, tool_use
+from worker.server.tools import ToolUse, chat_tools, tool_use
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
@@ -28,7 +28,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     _, info, text = state.ready()
     _refuse_unsupported(request)
     usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
-    tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+    tools = tool_use(chat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
     check_sequences(state, 1, params.n)
     prompt = await render_chat(

@@ -24,8 +24,9 @@ async def render_chat(
     tools: ToolUse | None = None,
     add_generation_prompt: bool = True,
     variables: dict[str, Any],
+    param: str = "messages",
 ) -> str:
-    """The prompt of a chat. ApiError 400 when it can't become one."""
+    """The prompt of a chat. ApiError 400 when it can't become one; `param`: the field that has it."""
     if not messages:
         raise bad_request("messages is empty: at least one message is needed", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -40,6 +41,7 @@ async def render_chat(
         tools=tools.tools if tools is not None else (),
         add_generation_prompt=add_generation_prompt,
         variables=variables,
+        param=param,
     )
     # Long conversations take milliseconds to render: other streams go on meanwhile.
     return render() if len(plain) <= _OFF_LOOP_MESSAGES else await asyncio.to_thread(render)

@@ -88,6 +88,10 @@ class Tool(msgspec.Struct, kw_only=True):
     function: Function
 
 
+class FlatTool(Function, kw_only=True):
+    type: Literal["function"]
+
+
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     arguments: str = ""

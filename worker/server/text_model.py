@@ -91,13 +91,14 @@ class TextModel:
         tools: Sequence[dict[str, Any]] = (),
         add_generation_prompt: bool,
         variables: dict[str, Any],
+        param: str = "messages",
     ) -> str:
         """The chat as one prompt. ApiError 400 when the template refuses it, or there is none."""
         if self.template is None:
             raise bad_request(
                 "This model has no chat template; use /v1/completions, or start the worker with "
                 "--chat-template FILE.",
-                "messages",
+                param,
             )
         for name in _RESERVED:
             if name in variables:
@@ -107,7 +108,7 @@ class TextModel:
                 messages, tools, add_generation_prompt=add_generation_prompt, **variables
             )
         except TemplateError as error:
-            raise bad_request(f"The messages don't fit the chat template: {error}", "messages") from error
+            raise bad_request(f"The messages don't fit the chat template: {error}", param) from error
 
 
 def context_too_long(tokens: str, limit: int, param: str) -> ApiError:

@@ -12,7 +12,7 @@ import msgspec
 
 from contracts.errors import bad_request
 from worker.params import ParamError, StructuredOutputs
-from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, Tool, decode
+from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Tool, decode
 from worker.text.answer import Reader
 from worker.text.calls import CallFormat, MarkedCalls
 from worker.text.calls.forced import LIST_OF_CALLS, NamedCall
@@ -75,7 +75,7 @@ class ToolUse:
         for name in self.names:
             parameters = dict(self._parameters(name))
             for key in _DEFINITIONS:
-                for title, definition in (parameters.pop(key, None) or {}).items():
+                for title, definition in parameters.pop(key, {}).items():
                     if schema.setdefault(key, {}).setdefault(title, definition) != definition:
                         raise bad_request(f"tools define {key}.{title} in different ways", "tools")
             kinds.append(
@@ -90,11 +90,9 @@ class ToolUse:
 
 
 def tool_use(
-    tools: msgspec.Raw, tool_choice: str | dict[str, Any] | None, parallel: bool | None
+    offered: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any] | None, parallel: bool | None
 ) -> ToolUse | None:
-    """The tools of a request; None where it has none, or they may not be used. ApiError 400 names what is
-    wrong with them."""
-    offered = _offered(tools)
+    """How the tools of a request (of `chat_tools` or `flat_tools`) may be used; None: not at all."""
     if not offered:
         if tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
@@ -111,43 +109,63 @@ def tool_use(
 
 
 def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> str:
-    function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
+    """The function's name is in `function` in chats, and beside it in responses."""
+    choice = tool_choice if isinstance(tool_choice, dict) else {}
+    function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(tool_choice, dict) or tool_choice.get("type") != "function" or name is None:
-        raise bad_request(f"{_CHOICES}: {{'type': 'function', 'function': {{'name': …}}}}", "tool_choice")
+    if choice.get("type") != "function" or name is None:
+        raise bad_request(_CHOICES, "tool_choice")
     if name not in names:
         raise bad_request(f"tool_choice names {str(name)[:64]!r}, which tools don't have", "tool_choice")
     return str(name)
 
 
-def _offered(raw: msgspec.Raw) -> list[dict[str, Any]]:
-    if not raw:
-        return []
+def chat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
+    """`tools` of a chat, checked, as the model sees them. ApiError 400 names what is wrong with them."""
+    body = _bounded(raw)
+    tools = decode(body, list[Tool] | None, "tools") or []  # type: ignore[arg-type]
+    _check([tool.function for tool in tools], "].function")
+    return [_for_model(tool["function"]) for tool in msgspec.json.decode(body) or []]
+
+
+def flat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
+    """`tools` of a response, which are functions without a level of their own; else as `chat_tools`."""
+    body = _bounded(raw)
+    _check(decode(body, list[FlatTool] | None, "tools") or [], "]")  # type: ignore[arg-type]
+    return [_for_model(tool) for tool in msgspec.json.decode(body) or []]
+
+
+def _bounded(raw: msgspec.Raw) -> bytes:
     if len(memoryview(raw)) > MAX_TOOLS_SIZE:
         raise bad_request(f"tools may have at most {MAX_TOOLS_SIZE} bytes", "tools")
-    body = bytes(raw)
-    checked = decode(body, list[Tool] | None, "tools") or []  # type: ignore[arg-type]
-    if len(checked) > MAX_TOOLS:
-        raise bad_request(f"tools may hold at most {MAX_TOOLS} tools, not {len(checked)}", "tools")
+    return bytes(raw) or b"null"
+
+
+def _for_model(function: dict[str, Any]) -> dict[str, Any]:
+    """The client's own words and order, without what says nothing to a model."""
+    shown = {key: value for key, value in function.items() if key in ("name", "description", "parameters")}
+    return {"type": "function", "function": shown}
+
+
+def _check(functions: Sequence[Function], place: str) -> None:
+    if len(functions) > MAX_TOOLS:
+        raise bad_request(f"tools may hold at most {MAX_TOOLS} tools, not {len(functions)}", "tools")
     seen = set()
-    for index, tool in enumerate(checked):
-        _check(tool, f"tools[{index}].function")
-        if tool.function.name in seen:
-            raise bad_request(f"tools has {tool.function.name!r} twice", f"tools[{index}].function.name")
-        seen.add(tool.function.name)
-    written: list[dict[str, Any]] = msgspec.json.decode(body) or []
-    for tool_ in written:
-        tool_["function"].pop("strict", None)  # not for the model
-    return written
-
-
-def _check(tool: Tool, where: str) -> None:
-    if not _NAME.fullmatch(tool.function.name):
-        raise bad_request(
-            f"{where}.name must be 1 to 64 letters, digits, underscores or dashes", f"{where}.name"
-        )
-    kind = (tool.function.parameters or {}).get("type", "object")
-    if kind != "object":
-        raise bad_request(
-            f"{where}.parameters must be a JSON schema of an object (type: 'object')", f"{where}.parameters"
-        )
+    for index, function in enumerate(functions):
+        where = f"tools[{index}{place}"
+        name, parameters = function.name, function.parameters or {}
+        if not _NAME.fullmatch(name):
+            raise bad_request(
+                f"{where}.name must be 1 to 64 letters, digits, underscores or dashes", f"{where}.name"
+            )
+        if name in seen:
+            raise bad_request(f"tools has {name!r} twice", f"{where}.name")
+        seen.add(name)
+        if parameters.get("type", "object") != "object":
+            raise bad_request(
+                f"{where}.parameters must be a JSON schema of an object (type: 'object')",
+                f"{where}.parameters",
+            )
+        for key in _DEFINITIONS:
+            if not isinstance(parameters.get(key, {}), dict):
+                raise bad_request(f"{where}.parameters.{key} must be an object", f"{where}.parameters")
