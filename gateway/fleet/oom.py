@@ -26,12 +26,15 @@ class OomWatch:
         self._seen: deque[tuple[float, int]] = deque()
 
     def look(self) -> None:
-        now = time.monotonic()
-        while len(self._seen) > 1 and self._seen[1][0] < now - RECENT:
-            self._seen.popleft()
-        self._seen.append((now, oom_kills()))
+        self._seen.append((time.monotonic(), oom_kills()))
+        self._forget()
 
-    @property
     def has_killed(self) -> bool:
         """Since the first look, or the last one that isn't recent."""
+        self._forget()
         return bool(self._seen) and oom_kills() > self._seen[0][1]
+
+    def _forget(self) -> None:
+        edge = time.monotonic() - RECENT
+        while len(self._seen) > 1 and self._seen[1][0] < edge:
+            self._seen.popleft()

@@ -321,7 +321,7 @@ class Unit:
     def _exited(self, child: Process, failure: str | None = None, was_ready: bool = False) -> _End:
         end = _exit_end(child, failure, was_ready)
         is_explained = end.orderly or end.fatal or child.reason is not None
-        if is_explained or not self._oom.has_killed:
+        if is_explained or not self._oom.has_killed():
             return end
         return replace(end, hint="just then the kernel ended a process for want of memory")
 

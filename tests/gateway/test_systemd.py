@@ -21,12 +21,16 @@ import msgspec
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from gateway.cli import main as pagefleet
+from gateway.cli.swap_client import Swaps
 from gateway.config import load_fleet
 from gateway.fleet.admin import FleetStatus
+from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.ledger import make_ledger, this_machine
 from gateway.fleet.listen import bind
-from gateway.fleet.rollout import Rollout
+from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.state import read_routes
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.systemd import SystemdOptions, memory_limit, render
@@ -359,6 +363,46 @@ def test_a_swap_goes_on_after_the_supervisor_was_killed_and_loses_nothing(fleet:
     assert set(after) == {"gateway", "a-0", new[0].slot}
     assert after[new[0].slot].pid == new[0].pid
     assert not psutil.pid_exists(before["c-0"].pid or 0)
+
+
+@pytest.fixture
+def starved() -> Iterator[Path]:
+    """A control group whose processes the kernel ends when they want any memory more."""
+    groups = Path("/sys/fs/cgroup")
+    is_v1 = (groups / "memory").is_dir()
+    group = groups / ("memory" if is_v1 else "") / f"pagefleet-starved-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(64 << 10))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_standby_killed_for_want_of_memory_goes_back_and_says_so(fleet: Fleet, starved: Path) -> None:
+    """By the kernel, as under a MemoryMax, which a user's manager can't set everywhere."""
+    before = fleet.until_ready()
+    options = Options(steps=(50.0, 100.0), hold=60.0, probes=False)
+    Swaps(fleet.state).start("c", StartRequest(set={"max_num_seqs": 8}, options=options))
+    fleet.until(lambda: fleet.rollouts()[0].phase == "judging")
+    (new,) = set(fleet.units()) - set(before)
+    unit = fleet.units()[new]
+    (starved / "cgroup.procs").write_text(str(unit.pid))
+    transport = httpx.HTTPTransport(uds=str(fleet.state.run / f"{new}.{unit.generation}.sock"), verify=False)
+    with httpx.Client(transport=transport, timeout=60) as client, contextlib.suppress(httpx.TransportError):
+        client.post("http://worker/v1/completions", json={"model": "c", "prompt": "x" * (2 << 20)})
+    fleet.until(lambda: fleet.rollouts()[0].terminal)
+    rollout = fleet.rollouts()[0]
+    assert (rollout.phase, rollout.exit_code) == ("rolled_back", 4)
+    assert f"the standby crashed: {new} " in rollout.reason
+    assert "want of memory" in rollout.reason
+    for command in ("status", "history"):
+        words = ["swap", command, "c", "--state-dir", str(fleet.state.root)]
+        shown = CliRunner().invoke(pagefleet, words)
+        assert (shown.exit_code, rollout.reason in shown.output) == (0, True), shown.output
+    assert pids(fleet.until_ready()) == pids(before)
+    assert fleet.ask("c").status_code == 200
 
 
 def test_stopping_the_target_lets_requests_end_and_leaves_nothing(fleet: Fleet) -> None:
