@@ -12,10 +12,10 @@ import json
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import msgspec
 
+from worker.grammar.checker import Settings
 from worker.grammar.compiling import GrammarError
 from worker.params import StructuredOutputs
 
@@ -31,8 +31,8 @@ class CheckerBusy(Exception):
 class GrammarChecker:
     """Checks forms, one at a time, and remembers what it found. The process starts with the first one."""
 
-    def __init__(self, special_tokens: Sequence[str] = ()) -> None:
-        self._special_tokens = list(special_tokens)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -45,6 +45,7 @@ class GrammarChecker:
         if key not in self._found:
             if self._waiting >= _MOST_WAITING:
                 raise CheckerBusy
+            self._waiting += 1
             # A client that leaves must not cut the exchange with the process short.
             await asyncio.shield(asyncio.ensure_future(self._find(key, line)))
         self._found.move_to_end(key)
@@ -60,7 +61,6 @@ class GrammarChecker:
             self._process = None
 
     async def _find(self, key: bytes, line: bytes) -> None:
-        self._waiting += 1
         try:
             async with self._turn:
                 if key not in self._found:
@@ -91,7 +91,7 @@ class GrammarChecker:
         command = [sys.executable, "-P", "-m", "worker.grammar.checker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._special_tokens).encode() + b"\n")
+        self._process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         return self._process
 
     def _close_pipes(self) -> None:

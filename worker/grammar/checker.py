@@ -1,8 +1,8 @@
 """A process that tries out forms: `python -m worker.grammar.checker`.
 
-Standard input has the special tokens' names as a JSON list, then a form (StructuredOutputs as JSON) a line;
-standard output gets a JSON string a line: what is wrong, or nothing. Compiling is bounded by llguidance's own
-limits nearly always; where it isn't, the kernel ends this process, and the server starts another one.
+Standard input has a line of settings, then a form (StructuredOutputs as JSON) a line; standard output gets a
+JSON string a line: what is wrong, or nothing. Compiling is bounded by llguidance's own limits nearly always;
+where it isn't, the kernel ends this process, and the server starts another one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from worker.params import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-CPU_SECONDS = 5  # of processor time for one form
-MEMORY_BYTES = 1 << 30  # of the process, STACK_BYTES included
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a form may take, and the names of the model's special tokens."""
+
+    special_tokens: list[str] = []
+    cpu_seconds: int = 5  # of a processor, for one form
+    memory_bytes: int = 1 << 30  # of the process, STACK_BYTES included
 
 
 class _Bytes:
@@ -76,12 +81,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # end-of-file ends it
     threading.stack_size(STACK_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = byte_tokenizer(json.loads(sys.stdin.buffer.readline()))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    tokenizer = byte_tokenizer(settings.special_tokens)
+    resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
     for line in sys.stdin.buffer:
         form = msgspec.json.decode(line, type=StructuredOutputs)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
+        limit = int(used.ru_utime + used.ru_stime) + 1 + settings.cpu_seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         sys.stdout.buffer.write(json.dumps(problem(tokenizer, form)).encode() + b"\n")
         sys.stdout.buffer.flush()

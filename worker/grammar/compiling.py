@@ -82,7 +82,11 @@ def _schema_source(text: str) -> str:
         raise GrammarError("the schema is nested too deeply") from None
     except ValueError as error:
         raise GrammarError(f"the schema is not valid JSON: {error}") from None
-    if not isinstance(schema, (dict, bool)):
+    if schema is False:
+        raise GrammarError(_NOTHING_MATCHES)
+    if schema is True:
+        text = "{}"
+    elif not isinstance(schema, dict):
         raise GrammarError("a schema must be an object, or true or false")
     # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
     return LLMatcher.grammar_from_json_schema(

@@ -1,0 +1,166 @@
+"""Forms are tried out in a process of their own: what is wrong is said, what is hostile ends there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+
+from worker.grammar.check import CheckerBusy, GrammarChecker
+from worker.grammar.checker import Settings
+from worker.grammar.compiling import MAX_GBNF, GrammarError
+from worker.params import MAX_GRAMMAR, MAX_SCHEMA, ParamError, StructuredOutputs
+
+PATIENCE = 120.0  # seconds: the machine may be starved
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(Settings(special_tokens=["<|im_end|>"], cpu_seconds=1))
+    yield checker
+    checker.close()
+
+
+async def problem(checker: GrammarChecker, **fields: Any) -> str:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await checker.check(StructuredOutputs(**fields))
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def chain(rules: int) -> str:
+    return "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(rules)) + f'a{rules}: "x"\n'
+
+
+GOOD: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    {"json": {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}},
+    {"json": {"oneOf": [{"type": "string"}, {"type": "null"}]}},
+    {"json": True},
+    {"json_object": True},
+    {"regex": "[a-f]{3}(-[0-9]+)?"},
+    {"choice": ["yes", "no", 'é"\n\\/😀']},
+    {"grammar": 'start: "a" /[0-9]+/'},
+    {"grammar": 'root ::= item+\nitem ::= "- " [^\\n]+ "\\n"'},
+    {"grammar": 'start: "a" <|im_end|>'},
+    {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+    {"regex": "(((((a*)*)*)*)*)*b"},
+    {"grammar": chain(4000)},
+]
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"json": '{"type":'}, "not valid JSON: Expecting value: line 1 column 9"),
+    ({"json": "[]"}, "must be an object"),
+    ({"json": {"type": "strnig"}}, "strnig"),
+    ({"json": {"not": {"type": "string"}}}, '"not"'),
+    ({"json": {"type": "string", "format": "made-up"}}, "made-up"),
+    ({"json": {"$ref": "https://example.com/schema.json"}}, "https://example.com/schema.json"),
+    ({"json": {"$ref": "file:///etc/passwd"}}, "file:///etc/passwd"),
+    ({"json": {"$ref": "#/$defs/nowhere"}}, "nowhere"),
+    ({"json": {"$ref": "#"}}, "no answer can have this form"),
+    ({"json": {"$ref": "#/a", "a": {"$ref": "#/b"}, "b": {"$ref": "#/a"}}}, "Schema intersection"),
+    ({"json": False}, "no answer can have this form"),
+    ({"json": nested(20_000)}, "nested too deeply"),
+    ({"json": nested(300)}, "recursion limit"),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"regex": "(" * 5000 + "a" + ")" * 5000}, "regex"),
+    ({"grammar": 'start: "a" nowhere'}, "nowhere"),
+    ({"grammar": 'root ::= "a" nowhere'}, "nowhere"),
+    ({"grammar": "root ::= (\n"}, "Expected ')' at line 2"),
+    ({"grammar": "a: b"}, "neither Lark"),
+    ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "nested too deeply"),
+    ({"grammar": "root ::= " + '"a" ' * MAX_GBNF}, f"at most {MAX_GBNF} characters"),
+    ({"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}, "too deeply"),
+    ({"grammar": "start: start"}, "no answer can have this form"),
+    ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
+]
+
+
+async def test_what_can_be_compiled_passes(checker: GrammarChecker) -> None:
+    for fields in GOOD:
+        assert await problem(checker, **fields) == "", fields
+
+
+async def test_what_is_wrong_is_said(checker: GrammarChecker) -> None:
+    for fields, part in BAD:
+        found = await problem(checker, **fields)
+        assert part in found, fields
+        assert len(found) < 700
+
+
+async def test_what_takes_too_long_or_too_much_ends_the_process_not_the_server(
+    checker: GrammarChecker,
+) -> None:
+    endless = {"type": "integer", "multipleOf": 999_983}
+    assert "too much time or memory" in await problem(checker, json=endless)
+    assert await problem(checker, json_object=True) == ""
+    starved = GrammarChecker(Settings(memory_bytes=320 << 20))
+    try:
+        large = {"enum": [f"{i:07}" * 3 for i in range(MAX_SCHEMA // 30)]}
+        assert "too much time or memory" in await problem(starved, json=large)
+    finally:
+        starved.close()
+
+
+async def test_verdicts_are_remembered(checker: GrammarChecker) -> None:
+    assert await problem(checker, regex="(a") == await problem(checker, regex="(a") != ""
+    checker.close()
+    assert await problem(checker, regex="(a") != ""
+    assert checker._process is None
+
+
+async def test_a_process_that_died_is_replaced(checker: GrammarChecker) -> None:
+    assert await problem(checker, regex="a") == ""
+    assert checker._process is not None
+    checker._process.kill()
+    assert "too much time" in await problem(checker, regex="b")
+    assert await problem(checker, regex="c") == ""
+
+
+async def test_a_client_that_leaves_does_not_break_the_exchange(checker: GrammarChecker) -> None:
+    leaving = asyncio.ensure_future(problem(checker, regex="(a"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert await problem(checker, regex="b") == ""
+    assert "unclosed" in await problem(checker, regex="(a")
+
+
+async def test_so_many_may_wait_and_no_more(checker: GrammarChecker) -> None:
+    forms = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(80)]
+    async with asyncio.timeout(PATIENCE):
+        results = await asyncio.gather(*map(checker.check, forms), return_exceptions=True)
+    assert results.count(None) == 64
+    assert sum(isinstance(result, CheckerBusy) for result in results) == 16
+
+
+async def test_close_leaves_no_process(checker: GrammarChecker) -> None:
+    assert await problem(checker, regex="a") == ""
+    assert checker._process is not None
+    process = psutil.Process(checker._process.pid)
+    checker.close()
+    assert not process.is_running()
+
+
+def test_forms_are_bounded() -> None:
+    forms: list[dict[str, Any]] = [
+        {"json": "x" * (MAX_SCHEMA + 1)},
+        {"grammar": "x" * (MAX_GRAMMAR + 1)},
+        {"choice": []},
+        {"regex": "a", "json_object": True},
+        {"json": json.dumps({}), "choice": ["a"]},
+    ]
+    for fields in forms:
+        with pytest.raises(ParamError):
+            StructuredOutputs(**fields)
