@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
@@ -31,6 +32,39 @@ MAX_GRAMMAR = 65_536  # characters
 MAX_CHOICES = 1024
 MAX_CHOICE_LENGTH = 4096  # characters; 65,536 all together
 GREEDY_TEMPERATURE = 1e-5  # below it, arg max; the distribution would be one token to float32 anyway
+
+
+class Bounds(NamedTuple):
+    """`above`: `low` itself is too low; `whole`: no fractions."""
+
+    low: float
+    high: float
+    above: bool = False
+    whole: bool = False
+
+
+# Of every number among the sampling parameters: what checks them, and what the API's description says.
+BOUNDS: Final[Mapping[str, Bounds]] = {
+    "n": Bounds(1, MAX_N, whole=True),
+    "temperature": Bounds(0, 2),
+    "top_p": Bounds(0, 1, above=True),
+    "top_k": Bounds(-1, 1 << 31, whole=True),
+    "min_p": Bounds(0, 1),
+    "seed": Bounds(-(2**63), 2**63 - 1, whole=True),
+    "repetition_penalty": Bounds(MIN_REPETITION_PENALTY, 2),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "logprobs": Bounds(0, MAX_LOGPROBS, whole=True),
+    "prompt_logprobs": Bounds(0, MAX_LOGPROBS, whole=True),
+    "truncate_prompt_tokens": Bounds(-1, 1 << 31, whole=True),  # but not 0
+    "max_tokens": Bounds(0, 1 << 31, whole=True),  # 0 only for the sake of prompt_logprobs
+    "min_tokens": Bounds(0, 1 << 31, whole=True),
+}
+OPTIONAL: Final = frozenset(
+    {"seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
+)  # None: as if there were none
+TOKEN: Final = Bounds(0, 1 << 31, whole=True)
+BIAS: Final = Bounds(-100, 100)
 
 
 class ParamError(ValueError):
@@ -171,22 +205,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         msgspec.structs.force_setattr(self, "bad_words_token_ids", sequences)
         if self.allowed_token_ids is not None:
             msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        self._check_int("n", self.n, 1, MAX_N)
-        self._check_float("temperature", self.temperature, 0.0, 2.0)
-        self._check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        self._check_int("top_k", self.top_k, -1, 1 << 31)
-        self._check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            self._check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        self._check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
-        self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.logprobs is not None:
-            self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            self._check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            self._check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
+                _check_number(name, value, bounds)
         self._check_ends()
         self._check_tokens()
         form: object = self.structured_outputs
@@ -195,11 +217,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_ends(self) -> None:
         """What ends the answer."""
-        if self.max_tokens is not None:
-            self._check_int("max_tokens", self.max_tokens, int(self.prompt_logprobs is None), 1 << 31)
-            if self.max_tokens == 0 and self.n > 1:
-                _fail("n", f"n must be 1 with max_tokens 0, not {self.n}: nothing is generated")
-        self._check_int("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            _fail("max_tokens", "max_tokens must be at least 1, not 0; only with prompt_logprobs may it be 0")
+        if self.max_tokens == 0 and self.n > 1:
+            _fail("n", f"n must be 1 with max_tokens 0, not {self.n}: nothing is generated")
+        if self.truncate_prompt_tokens == 0:
+            _fail("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, not 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _fail(
                 "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
@@ -215,8 +238,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}",
             )
         for token, bias in self.logit_bias.items():
-            self._check_int("logit_bias", token, 0, 1 << 31)
-            self._check_float("logit_bias", bias, -100.0, 100.0)
+            _check_number("logit_bias", token, TOKEN)
+            _check_number("logit_bias", bias, BIAS)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 _fail("allowed_token_ids", "allowed_token_ids is empty: no token could come; leave it out")
@@ -235,23 +258,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
-    @staticmethod
-    def _check_int(name: str, value: object, low: int, high: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            _fail(name, f"{name} must be a whole number from {low} to {high}, not {value!r}")
-
-    @staticmethod
-    def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not ok or not (low < value if low_open else low <= value) or not value <= high:  # type: ignore[operator]
-            bound = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
-            _fail(name, f"{name} must be {bound}, not {value!r}")
-
 
 def choice_seeds(params: SamplingParams) -> list[int]:
     """A 64-bit seed for each of the `n` answers; the first is the user's own, or a random one."""
     base = (params.seed if params.seed is not None else secrets.randbits(64)) & _M64
     return [(base + i * 0x9E3779B97F4A7C15) & _M64 for i in range(params.n)]
+
+
+def _check_number(name: str, value: object, bounds: Bounds) -> None:
+    low, high = bounds.low, bounds.high
+    if bounds.whole:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            _fail(name, f"{name} must be a whole number from {low} to {high}, not {value!r}")
+        return
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not (low < value if bounds.above else low <= value) or not value <= high:  # type: ignore[operator]
+        words = f"above {low:g} and at most {high:g}" if bounds.above else f"from {low:g} to {high:g}"
+        _fail(name, f"{name} must be {words}, not {value!r}")
 
 
 def _check_text(name: str, value: object, longest: int) -> None:
