@@ -27,6 +27,7 @@ from gateway.proxy import Proxy
 from gateway.reload import Reload
 from gateway.routes import native, openai
 from gateway.routes.admin import AdminRoutes
+from gateway.routes.openapi import Description
 from gateway.routing import Router, RouterSettings
 from gateway.targets import Table
 from gateway.tracing import Tracer
@@ -108,6 +109,7 @@ class Gateway:
             "/metrics": admin.metrics,
             "/metrics/workers": admin.worker_metrics,
             "/version": admin.version,
+            "/openapi.json": Description(self.router, self.upstream, self._proxied, auth.wants_keys).show,
         }
 
     def follow(self, fleet_file: Path) -> None:

@@ -218,7 +218,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_ends(self) -> None:
         """What ends the answer."""
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            _fail("max_tokens", "max_tokens must be at least 1, not 0; only with prompt_logprobs may it be 0")
+            _fail(
+                "max_tokens",
+                f"max_tokens must be a whole number from 1 to {1 << 31}, not 0, which needs prompt_logprobs",
+            )
         if self.max_tokens == 0 and self.n > 1:
             _fail("n", f"n must be 1 with max_tokens 0, not {self.n}: nothing is generated")
         if self.truncate_prompt_tokens == 0:

@@ -45,6 +45,11 @@ class Authenticator:
         self._proxied = bool(proxies)
         self.needs_body_user = ring is None and not self._proxied
 
+    @property
+    def wants_keys(self) -> bool:
+        """Whether callers need a key or a token."""
+        return self._ring is not None
+
     def authenticate(self, headers: Headers, peer: Peer, body_user: str | None = None) -> Identity:
         """ApiError 401 `invalid_api_key` or `invalid_token` for a caller without a good key or token;
         KeysStale, only with tokens, when `authenticate_again` must be asked.

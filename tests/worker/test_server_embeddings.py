@@ -112,6 +112,7 @@ async def test_a_model_that_generates_names_the_option() -> None:
     ("path", "fields"),
     [
         ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/responses", {"input": "abc"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
     ],
 )

@@ -12,6 +12,7 @@ from worker.server.embeddings import embeddings
 from worker.server.endpoint import Endpoint, Handler
 from worker.server.exchange import Exchange
 from worker.server.native import detokenize, generate, generate_stream, tokenize
+from worker.server.openapi import show_openapi
 from worker.server.refusals import route_not_found
 from worker.server.responses import responses
 from worker.server.state import ServerState
@@ -33,6 +34,7 @@ _INFO: dict[str, Handler] = {
     "/ready": admin.ready,
     "/metrics": admin.metrics,
     "/version": admin.show_version,
+    "/openapi.json": show_openapi,
     "/internal/whoami": admin.whoami,
 }
 _INTERNAL: dict[str, Handler] = {

@@ -15,7 +15,7 @@ from worker.server.answers import AnswerPlan, ReadAnswer, plan_answers
 from worker.server.chat_prompt import render_chat
 from worker.server.choice import Delta
 from worker.server.exchange import Exchange
-from worker.server.generation import Generation
+from worker.server.generation import Generation, check_sequences
 from worker.server.logprobs import chat_logprobs
 from worker.server.responses_input import ResponsesRequest, TextFormat, messages_of, refusal_of
 from worker.server.responses_output import Event, OutputItems
@@ -39,6 +39,7 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         raise refusal
     tools = tool_use(flat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
+    check_sequences(state, 1, params.n)
     prompt = await render_chat(
         text, messages_of(request), tools=tools, variables=_variables(request), param="input"
     )
