@@ -121,22 +121,41 @@ def worker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield process
 
 
-@pytest.fixture(scope="session")
-def gateway(worker: Served, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("gateway")
+@contextmanager
+def gateway_to(worker: Served, model: str, source: str, folder: Path) -> Iterator[Served]:
+    """A gateway whose one model is on `worker`."""
     fleet = {
         "supervisor": {"state_dir": str(folder / "state")},
-        "models": [{"name": MODEL, "source": str(demo_model)}],
+        "models": [{"name": model, "source": source}],
     }
     (folder / "fleet.yaml").write_text(json.dumps(fleet))
     target = Target(slot="standalone", generation=0, address=worker.url, state="ready")
     write_routes(
         folder / "routes.json",
-        RoutesFile(epoch=1, models={MODEL: Routes(model=MODEL, epoch=1, targets=(target,))}),
+        RoutesFile(epoch=1, models={model: Routes(model=model, epoch=1, targets=(target,))}),
     )
     arguments = ["--config", str(folder / "fleet.yaml"), "--routes", str(folder / "routes.json")]
     with served("gateway", arguments, free_port(), folder / "log") as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def gateway(worker: Served, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with gateway_to(worker, MODEL, str(demo_model), tmp_path_factory.mktemp("gateway")) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A client of a gateway to a worker whose model says what it is asked to (scripted_worker.py)."""
+    folder = tmp_path_factory.mktemp("scripted")
+    arguments = ["--model", "scripted", "--shutdown-timeout", "10s"]
+    with (
+        served("tests.conformance.scripted_worker", arguments, free_port(), folder / "worker-log") as worker,
+        gateway_to(worker, "scripted", "random:scripted", folder) as process,
+        OpenAI(base_url=f"{process.url}/v1", api_key="unused", max_retries=0, timeout=100) as client,
+    ):
+        yield client
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
