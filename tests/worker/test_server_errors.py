@@ -212,7 +212,7 @@ async def test_missing_required_field_is_named() -> None:
         ("GET", CHAT, 405),
         ("POST", "/health", 405),
         ("GET", "/", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/models/other", 404),
         ("GET", "/admin/drain", 405),
     ],
