@@ -61,7 +61,7 @@ async def test_a_target_that_is_not_ready_does_not_count(tmp_path: Path) -> None
 
 NOT_THERE = [
     ("GET", "/nope", 404, None),
-    ("POST", "/v1/embeddings", 404, None),
+    ("POST", "/v1/images/generations", 404, None),
     ("POST", "/v1/chat/completions/", 404, None),
     ("POST", "/admin/drain", 404, None),
     ("GET", "/internal/whoami", 404, None),
