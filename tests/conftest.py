@@ -61,6 +61,15 @@ def pytest_sessionstart() -> None:
         compileall.compile_dir(ROOT / package, quiet=2)
 
 
+def pytest_sessionfinish() -> None:
+    """What fleets that tests killed have left in memory, once their own directories are gone."""
+    from gateway.fleet.statedir import LINK, MEMORY
+
+    for link in MEMORY.glob(f"pagefleet-*/{LINK}"):
+        if not os.path.lexists(link.read_text()):
+            shutil.rmtree(link.parent, ignore_errors=True)
+
+
 def _missing(item: pytest.Item) -> str | None:
     if item.get_closest_marker("gpu"):
         import torch

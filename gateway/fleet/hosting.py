@@ -100,6 +100,7 @@ class LocalHosting:
                 yield
         finally:
             self._state.remove_sockets()
+            self._state.remove_boards()
 
     def _listen(self) -> socket.socket:
         try:

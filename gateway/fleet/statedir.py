@@ -16,6 +16,9 @@ from gateway.fleet.errors import Conflict, InvalidFleet
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the closing NUL
 _LONGEST_GENERATION = ".99999999.sock"
 _PREFIX = "pagefleet-"
+MEMORY = Path("/dev/shm")  # a file system without a disk
+_ROOM = 16 << 20  # bytes free there, for boards that grow
+LINK = "link"  # a file there, for who wonders whose it is: the link that leads there
 LOCK = "lock"  # holds its owner's process id
 SUPERVISOR_LOG = "supervisor"  # of a detached one
 
@@ -33,6 +36,7 @@ class StateDir:
         self.systemd = self.run / "systemd.json"  # which manager has the fleet's units, when one has
         self.rollouts = self.root / "rollouts"  # states and histories
         self.versions = self.root / "versions.json"
+        self.boards = self.run / "boards"  # or a link to where they are
         self._sockets_elsewhere = self.run / "sockets"  # names the directory, when that isn't `run`
         self._elsewhere: Path | None = None
         self._lock: int | None = None
@@ -52,7 +56,7 @@ class StateDir:
 
     def board(self, slot: str) -> Path:
         """Where the gateway process in that slot shows its numbers."""
-        return self.run / f"{slot}.board"
+        return self.boards / f"{slot}.board"
 
     def log(self, slot: str) -> Path:
         return self.logs / f"{slot}.log"
@@ -103,14 +107,15 @@ class StateDir:
             return False
 
     def mend(self) -> None:
-        """Brings back what somebody has taken from under a running fleet: directories, the lock, the place of
-        the sockets. Conflict when the directory is another supervisor's by now; InvalidFleet or OSError when
-        it can't be done."""
+        """Brings back what somebody has taken from under a running fleet: directories, the lock, the places
+        of the sockets and boards. Conflict when the directory is another supervisor's by now; InvalidFleet or
+        OSError when it can't be done."""
         self.make()
         if not self.is_ours():
             lock = self._locked()
             self.release()
             self._lock = lock
+        self._make_boards()
         if self._elsewhere is not None and not (self._elsewhere.is_dir() and self.sockets == self._elsewhere):
             self._place_elsewhere()
 
@@ -146,14 +151,43 @@ class StateDir:
     def place_boards(self, slots: Collection[str], *, afresh: bool = True) -> None:
         """A board for each gateway process, and none of an earlier fleet's; a new one when `afresh`, else
         the one that a process which lives may have."""
-        for path in self.run.glob("*.board"):
-            if afresh or path.stem not in slots:
-                path.unlink(missing_ok=True)
+        if afresh:
+            self.remove_boards()
         try:
+            self._make_boards()
+            for path in self.boards.glob("*.board"):
+                if path.stem not in slots:
+                    path.unlink(missing_ok=True)
             for slot in slots:
                 make_board(self.board(slot))
         except OSError as error:
             raise self._unusable(error) from None
+
+    def _make_boards(self) -> None:
+        """The boards' directory, in memory where that can be had: a process that stores into a page which is
+        being written to a disk waits for the disk, and all its requests with it."""
+        if self.boards.is_dir():
+            return
+        self.boards.unlink(missing_ok=True)  # a link to what a new boot or a logout took away
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(MEMORY).free > _ROOM:
+                elsewhere = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY))  # mode 0700
+                self.boards.symlink_to(elsewhere)
+                (elsewhere / LINK).write_text(str(self.boards))
+        if not self.boards.is_dir():
+            self.boards.mkdir(mode=0o700)
+
+    def remove_boards(self) -> None:
+        """Takes away what gateways showed; for when none of them lives."""
+        if self._lock is not None and not self.is_ours():
+            return
+        if self.boards.is_symlink():
+            elsewhere = self.boards.readlink()
+            if elsewhere.parent == MEMORY and _is_our_own(elsewhere):
+                shutil.rmtree(elsewhere, ignore_errors=True)
+            self.boards.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self.boards, ignore_errors=True)
 
     def remove_sockets(self, keep: Collection[str] = ()) -> None:
         """Takes away every socket, also those of a predecessor that crashed; not those that are named, nor
@@ -165,14 +199,17 @@ class StateDir:
             if path.name not in keep:
                 path.unlink(missing_ok=True)
         if directory != self.run:
-            # The name comes from a file; what isn't ours stays.
-            if (
-                directory.name.startswith(_PREFIX)
-                and directory.is_dir()
-                and directory.stat().st_uid == os.getuid()
-            ):
+            if _is_our_own(directory):
                 shutil.rmtree(directory, ignore_errors=True)
             self._sockets_elsewhere.unlink(missing_ok=True)
+
+
+def _is_our_own(directory: Path) -> bool:
+    """Whether it is a temporary directory of this user's fleets: its name comes from a file, and what isn't
+    ours stays."""
+    return (
+        directory.name.startswith(_PREFIX) and directory.is_dir() and directory.stat().st_uid == os.getuid()
+    )
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -52,6 +52,7 @@ class Gateways:
         self.generation = 0
         self.state = StateDir(rig.folder)
         self.state.run.mkdir(exist_ok=True)
+        self.state.place_boards(self.slots)
         config = rig.folder / "fleet.yaml"
         config.write_text(
             f"gateway: {{processes: {PROCESSES}, auth: {{mode: {auth}}}}}\n"
@@ -196,6 +197,7 @@ async def gateways(
             child.kill()
             child.wait()
         listener.close()
+        running.state.remove_boards()
         for worker in rig.workers:
             await worker.stop()
     for slot in running.slots:

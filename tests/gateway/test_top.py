@@ -51,6 +51,7 @@ def fleet_status(*units: UnitStatus) -> FleetStatus:
 
 
 def gateway_board(state: StateDir, slot: str) -> Board:
+    state.boards.mkdir(parents=True, exist_ok=True)
     board = Board(state.board(slot), 1)
     board.beat()
     return board

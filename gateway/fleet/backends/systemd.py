@@ -75,6 +75,7 @@ def forget(state: StateDir, manager: Manager) -> None:
     """Everything has ended: nothing is left to a successor, and nobody waits at a port that nobody serves.
     SystemdError when the port can't be closed."""
     launch.forget(state.run)
+    state.remove_boards()
     state.systemd.unlink(missing_ok=True)
     manager.call_now("stop", SOCKET_UNIT, patience=CALL_SECONDS)
 
