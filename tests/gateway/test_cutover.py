@@ -8,7 +8,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +66,35 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", **fields}).encode()
 
 
+async def answers(pair: Pair, users: Iterable[str]) -> set[str]:
+    """Who answered requests of these users."""
+    reader, writer = pair
+    found = set()
+    for user in users:
+        writer.write(http_post(body(user=user)))
+        found.add(await served_by(reader))
+    return found
+
+
 async def test_all_processes_give_a_user_the_same_version_and_only_move_him_forward(tmp_path: Path) -> None:
     async with gateways(tmp_path) as (running, rig):
         old, new = rig.workers[0], await rig.worker("new")
         observer = observer_of(running)
         before = dict.fromkeys(USERS, "w")
         async with connections(running, 1) as held:
+            split(rig, old, new, 500)
+            await until(lambda: observer.applied(rig.epoch))
+            async with asyncio.timeout(60):  # a process that hasn't asked the new one yet may pass it over
+                while not all([await answers(pair, USERS) != {"w"} for pair in held]):
+                    await asyncio.sleep(0.1)
             for share in (500, 2500, 5000, 10_000):
                 split(rig, old, new, share)
                 await until(lambda: observer.applied(rig.epoch))
                 found: dict[str, set[str]] = {user: set() for user in USERS}
-                for reader, writer in held:
+                for pair in held:
                     for user in USERS:
-                        writer.write(http_post(body(user=user)))
-                        found[user].add(await served_by(reader))
-                versions = {user: answers.pop() for user, answers in found.items()}
+                        found[user] |= await answers(pair, [user])
+                versions = {user: seen.pop() for user, seen in found.items()}
                 assert not any(found.values())
                 moved = [user for user in USERS if versions[user] == "new"]
                 assert len(moved) == pytest.approx(share / 10_000 * len(USERS), abs=12)
