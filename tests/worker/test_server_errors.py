@@ -75,12 +75,13 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": "text"}, "response_format"),
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),
     ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"structural_tag": {}}, "structural_tag"),
     ({"use_beam_search": True}, "use_beam_search"),
 ]
 

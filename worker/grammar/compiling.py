@@ -88,10 +88,13 @@ def _schema_source(text: str) -> str:
         text = "{}"
     elif not isinstance(schema, dict):
         raise GrammarError("a schema must be an object, or true or false")
-    # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
-    return LLMatcher.grammar_from_json_schema(
-        text, overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": False}
-    )
+    try:
+        # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
+        return LLMatcher.grammar_from_json_schema(
+            text, overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": False}
+        )
+    except ValueError as error:
+        raise GrammarError(str(error)) from None
 
 
 def _lark(text: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from contracts.errors import bad_request
 from worker.params import SamplingParams
 from worker.server.answers import plan_answers
@@ -13,10 +11,11 @@ from worker.server.chat_answer import send_chat, stream_chat
 from worker.server.chat_prompt import render_chat
 from worker.server.exchange import Exchange
 from worker.server.generation import Generation, check_sequences
-from worker.server.refusals import check_stream_options, refuse_unsupported_format
+from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
 from worker.server.schemas import ChatRequest, decode, template_variables
 from worker.server.state import ServerState
+from worker.server.structured import check_form, form_field, with_form
 from worker.server.tools import ToolUse, chat_tools, tool_use
 
 
@@ -30,6 +29,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
     tools = tool_use(chat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
+    await check_form(state, params, form_field(request) or "tools")
     check_sequences(state, 1, params.n)
     prompt = await render_chat(
         text,
@@ -67,7 +67,6 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
 
 
 def _refuse_unsupported(request: ChatRequest) -> None:
-    refuse_unsupported_format(request.response_format)
     if request.functions:
         raise bad_request("functions are not supported; send them as tools", "functions")
 
@@ -90,5 +89,5 @@ def _params(request: ChatRequest, tools: ToolUse | None) -> SamplingParams:
         names=names,
     )
     if tools is not None and tools.forced:
-        return msgspec.structs.replace(params, structured_outputs=tools.form())
+        return with_form(request, params, tools.form(), "tool_choice")
     return params

@@ -12,10 +12,11 @@ from worker.server.choice import Delta
 from worker.server.exchange import EventStream, Exchange
 from worker.server.generation import Generation, check_sequences
 from worker.server.logprobs import completion_logprobs
-from worker.server.refusals import check_stream_options, refuse_unsupported_format
+from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
 from worker.server.schemas import CompletionRequest, Prompt, decode
 from worker.server.state import ServerState
+from worker.server.structured import check_form, form_field
 from worker.server.text_model import TextModel
 
 DEFAULT_MAX_TOKENS = 16
@@ -30,6 +31,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     _refuse_unsupported(request)
     usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
     params = sampling_params(request, max_tokens=request.max_tokens, logprobs=request.logprobs)
+    await check_form(state, params, form_field(request) or "")
     prompts = _split(request.prompt)
     check_sequences(state, len(prompts), params.n)
     tokens = [
@@ -91,7 +93,6 @@ def _split(prompt: Prompt) -> list[str | list[int]]:
 
 
 def _refuse_unsupported(request: CompletionRequest) -> None:
-    refuse_unsupported_format(request.response_format)
     if request.echo:
         raise bad_request("echo is not supported yet", "echo")
     if request.suffix:

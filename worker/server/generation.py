@@ -277,6 +277,8 @@ class Generation:
             return self._error
         if self._engine.state == "dead":
             return engine_dead()
+        if output.refused:
+            return bad_request(output.error or "The request can't be served.")
         return internal_error(output.error or "The request was aborted.", "engine_error")
 
 

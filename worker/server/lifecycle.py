@@ -96,6 +96,8 @@ class WorkerProcess:
         await serving
         if self.state.tracer is not None:
             await asyncio.to_thread(self.state.tracer.close)
+        if self.state.grammars is not None:
+            self.state.grammars.close()
         log.info("stopped")
 
     # ------------------------------------------------------------------ start

@@ -22,6 +22,7 @@ from worker.server.schemas import (
     template_variables,
 )
 from worker.server.state import ServerState
+from worker.server.structured import check_form, form_field
 
 
 async def generate(state: ServerState, exchange: Exchange) -> None:
@@ -40,6 +41,7 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
     state.check_model(request.model or request.model_name or exchange.query("model"))
     _, info, text = state.ready()
     params = sampling_params(request, max_tokens=request.max_tokens, logprobs=request.logprobs)
+    await check_form(state, params, form_field(request) or "")
     if params.n != 1:
         raise bad_request("n must be 1 here; /v1/completions gives several answers", "n")
     tokens = await prompt_tokens(

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from contracts.errors import ApiError, bad_request, not_found
-from worker.server.schemas import ResponseFormat, StreamOptions
+from worker.server.schemas import StreamOptions
 
 
 def route_not_found() -> ApiError:
     return not_found("There is nothing at this path.", code="route_not_found")
-
-
-def refuse_unsupported_format(response_format: ResponseFormat | None) -> None:
-    if response_format is not None and response_format.type != "text":
-        raise bad_request(
-            f"response_format.type {response_format.type[:50]!r} is not supported yet; only 'text' is",
-            "response_format",
-        )
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool) -> bool:

@@ -22,6 +22,7 @@ from worker.server.responses_output import Event, OutputItems
 from worker.server.sampling import sampling_params
 from worker.server.schemas import decode, template_variables
 from worker.server.state import ServerState
+from worker.server.structured import check_form, form_field, with_form
 from worker.server.tools import ToolUse, flat_tools, tool_use
 from worker.text.tokenizer import Tokenizer
 
@@ -39,6 +40,8 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         raise refusal
     tools = tool_use(flat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
+    forced = tools is not None and tools.forced
+    await check_form(state, params, form_field(request) or ("tools" if forced else "text.format.schema"))
     check_sequences(state, 1, params.n)
     prompt = await render_chat(
         text, messages_of(request), tools=tools, variables=_variables(request), param="input"
@@ -73,8 +76,10 @@ def _params(request: ResponsesRequest, tools: ToolUse | None) -> SamplingParams:
     names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
     logprobs = (request.top_logprobs or 0) if wanted else None
     params = sampling_params(request, max_tokens=request.max_output_tokens, logprobs=logprobs, names=names)
-    form = tools.form() if tools is not None and tools.forced else _form(request)
-    return msgspec.structs.replace(params, structured_outputs=form) if form is not None else params
+    if tools is not None and tools.forced:
+        return with_form(request, params, tools.form(), "tool_choice")
+    form = _form(request)
+    return with_form(request, params, form, "text.format") if form is not None else params
 
 
 def _form(request: ResponsesRequest) -> StructuredOutputs | None:

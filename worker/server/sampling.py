@@ -9,6 +9,7 @@ from typing import Any
 from contracts.errors import bad_request
 from worker.params import ParamError, SamplingParams
 from worker.server.schemas import MAX_PRIORITY, MAX_SALT, NOT_OFFERED, Sampling
+from worker.server.structured import form_of
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _SAME_NAME = (
@@ -33,6 +34,7 @@ def sampling_params(
     values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     values["logprobs"] = logprobs
     values["logit_bias"] = _logit_bias(request.logit_bias) if request.logit_bias else None
+    values["structured_outputs"] = form_of(request)
     given = {name: value for name, value in values.items() if value is not None}
     try:
         return SamplingParams(max_tokens=max_tokens, **given)

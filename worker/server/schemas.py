@@ -23,11 +23,34 @@ MAX_PRIORITY = 1_000_000
 # What other servers take and this one doesn't: refused when set, since an answer that leaves it out misleads.
 NOT_OFFERED = (
     "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "bad_words",
-    "allowed_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs",
+    "allowed_token_ids", "structural_tag",
 )  # fmt: skip
 
 Prompt = str | list[str | int | list[int]]
+
+
+class SchemaFormat(msgspec.Struct, kw_only=True):
+    name: str
+    schema: msgspec.Raw = msgspec.Raw()
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredFields(msgspec.Struct, kw_only=True):
+    json: msgspec.Raw = msgspec.Raw()
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -61,19 +84,17 @@ class Sampling(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    structural_tag: Any = None
+    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: str
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -125,7 +146,6 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -139,7 +159,6 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: Prompt
     logprobs: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None

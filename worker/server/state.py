@@ -13,6 +13,7 @@ import psutil
 from contracts.errors import ApiError, bad_request, internal_error, model_not_found, unavailable
 from contracts.headers import DRAINING, LOADING, REFUSED
 from worker.config import WorkerConfig
+from worker.grammar.check import GrammarChecker
 from worker.ipc.client import RequestStream
 from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress
 from worker.server.metrics import Metrics
@@ -116,6 +117,7 @@ class ServerState:
         self.gate = Gate()
         self.stopped: ApiError | None = None
         self.tracer: Tracer | None = None
+        self.grammars: GrammarChecker | None = None  # once a request has asked for a form
         self.created = int(time.time())
         self.generations: set[Work] = set()
         self.usage = UsageBook()
