@@ -299,8 +299,8 @@ def _check_ids(name: str, ids: tuple[object, ...], most: int) -> None:
     if len(ids) > most:
         _fail(name, f"{name} may hold at most {most} ids, not {len(ids)}")
     for token in ids:
-        if type(token) is not int or not 0 <= token < 1 << 31:
-            _fail(name, f"{name} must hold token ids, whole numbers from 0 to 2147483647, not {token!r}")
+        if type(token) is not int or not 0 <= token <= 1 << 31:
+            _fail(name, f"{name} must hold token ids, whole numbers from 0 to {1 << 31}, not {token!r}")
 
 
 def _fail(param: str, message: str) -> NoReturn:

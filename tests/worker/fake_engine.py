@@ -20,7 +20,15 @@ from tokenizers import Tokenizer as Backend
 
 from worker.config import WorkerConfig
 from worker.ipc.client import EngineDead, RequestStream
-from worker.ipc.messages import EngineInfo, EngineRequest, EngineStats, Progress, RequestOutput, TokenLogprob
+from worker.ipc.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    Progress,
+    PromptLogprobs,
+    RequestOutput,
+    TokenLogprob,
+)
 from worker.pooling import PoolingConfig
 from worker.server.app import create_app
 from worker.server.lifecycle import HttpServer, uvicorn_config
@@ -83,6 +91,27 @@ def say(text: str) -> Callable[[EngineRequest], list[int]]:
 
 
 HELLO_WORLD = say("Hello, world!")
+
+
+def prompt_entries(request: EngineRequest) -> list[PromptLogprobs]:
+    """Of the prompt's tokens but the first, in two pieces: each the likeliest at -0.25, the next at -2."""
+    tokens, width = request.prompt_token_ids, request.params.prompt_logprobs or 0
+    pieces = []
+    for start, end in ((1, len(tokens) // 2), (max(1, len(tokens) // 2), len(tokens))):
+        count = max(0, end - start)
+        ids = np.array([[t, (t + 1) % 256] for t in tokens[start:end]], np.int32).reshape(count, 2)
+        values = np.tile(np.array([-0.25, -2.0], np.float32), (count, 1))
+        pieces.append(
+            PromptLogprobs(
+                start,
+                min(width, 2),
+                values[:, 0].tobytes(),
+                np.ones(count, np.int32).tobytes(),
+                ids[:, :width].tobytes(),
+                values[:, :width].tobytes(),
+            )
+        )
+    return pieces
 
 
 @dataclass(eq=False)
@@ -174,6 +203,8 @@ class FakeEngine:
                 output.stop_token, output.finish_reason = new[-1], "stop"
             elif not rest:
                 output.finish_reason = "length"
+            if request.params.prompt_logprobs is not None and stream.received == 0:
+                output.prompt_logprobs = prompt_entries(request)
             if request.params.logprobs is not None:
                 likely = [((token + 1) % 256, -1.0) for token in new]
                 output.logprobs = [

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.worker.fake_engine import events, strict_json
 from tests.worker.random_models import SMALL, Oracle, write_checkpoint, write_sentencepiece
@@ -147,10 +148,17 @@ EXTREMES: list[dict[str, Any]] = [
     {"logprobs": 0},
     {"max_tokens": 1, "min_tokens": 1, "stop": ["\x00", "é" * 1024]},
     {"priority": 10**6, "cache_salt": "\x00" * 256},
+    {"allowed_token_ids": [7]},
+    {"allowed_token_ids": [7] * 16_384, "min_tokens": 6},
+    {"bad_words": [chr(0x4E00 + i) * 256 for i in range(256)]},
+    {"bad_words": ["hello", "w"], "truncate_prompt_tokens": 1},
+    {"prompt_logprobs": 20, "prompt": list(range(300))},
+    {"prompt_logprobs": 0, "prompt": [5]},
+    {"truncate_prompt_tokens": -1},
 ]
 
 
-@pytest.mark.parametrize("extreme", EXTREMES, ids=lambda fields: str(fields)[:40])
+@pytest.mark.parametrize("extreme", EXTREMES, ids=lambda fields: ascii(fields)[:40])
 def test_the_ends_of_every_range_are_served(worker: RealWorker, extreme: dict[str, Any]) -> None:
     """What the bounds let in is answered; none of it is the server's failure."""
     fields = {"prompt": "hello world hello", "max_tokens": 6, **extreme}
@@ -159,11 +167,92 @@ def test_the_ends_of_every_range_are_served(worker: RealWorker, extreme: dict[st
     assert 0 < len(strict_json(answer.content)["token_ids"]) <= 6
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-def test_prompt_logprobs_are_refused_rather_than_forgotten(worker: RealWorker, path: str) -> None:
-    prompt: dict[str, Any] = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
-    refused = worker.post(path, **prompt, prompt_logprobs=1)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_prompt_logprobs_are_those_of_transformers(
+    worker: RealWorker, checkpoint: tuple[Path, Oracle, int], path: str
+) -> None:
+    """The same on every path, also of a prompt that is cached."""
+    prompt = TEXTS[0] * 20
+    tokens = worker.post("/tokenize", prompt=prompt).json()["tokens"]
+    for _ in range(2):
+        body = strict_json(worker.post(path, prompt=prompt, prompt_logprobs=2, max_tokens=1).content)
+        told = body["choices"][0]["prompt_logprobs"] if path == "/v1/completions" else body["prompt_logprobs"]
+        want = torch.log_softmax(checkpoint[1].logits(tokens), -1)
+        assert told[0] is None
+        assert len(told) == len(tokens) == body["usage"]["prompt_tokens"]
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        for place, (token, entry) in enumerate(zip(tokens[1:], told[1:])):
+            if path == "/generate":
+                found = {str(entry["token_id"]): entry["logprob"]}
+                found |= {str(top["token_id"]): top["logprob"] for top in entry["top"]}
+            else:
+                found = {name: value["logprob"] for name, value in entry.items()}
+            assert next(iter(found)) == str(token)
+            assert 2 <= len(found) <= 3
+            for name, value in found.items():
+                assert value == pytest.approx(float(want[place, int(name)]), abs=1e-4)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("ends", [False, True])
+def test_continuations_are_scored_as_lm_eval_does_it(
+    worker: RealWorker, llm: LLM, checkpoint: tuple[Path, Oracle, int], max_tokens: int, ends: bool
+) -> None:
+    """`echo` with `logprobs: 1` over token ids; an answer of one token is cut off, whichever it is."""
+    _, oracle, vocabulary = checkpoint
+    assert llm.tokenizer is not None
+    prompts = [[(7 * i + 3 * j) % (vocabulary - 20) + 10 for j in range(20 + i)] for i in range(4)]
+    context = 12
+    for prompt in prompts[:2]:  # continuations that are what the model would say
+        for place in range(context, len(prompt)):
+            prompt[place] = int(oracle.logits(prompt[:place])[-1].argmax())
+    fields: dict[str, Any] = {"prompt": prompts, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+    if ends:
+        fields["logit_bias"] = {str(llm.tokenizer.eos_token_ids[0]): 100}
+    body = strict_json(worker.post("/v1/completions", **fields, max_tokens=max_tokens).content)
+    assert body["usage"]["completion_tokens"] == len(prompts) * max_tokens
+    for i, (prompt, choice) in enumerate(zip(prompts, body["choices"])):
+        logprobs = choice["logprobs"]
+        end = len(logprobs["token_logprobs"]) - max_tokens
+        assert end == len(prompt)
+        scores = logprobs["token_logprobs"][context:end]
+        greedy = all(
+            score == max(top.values()) for score, top in zip(scores, logprobs["top_logprobs"][context:end])
+        )
+        want = torch.log_softmax(oracle.logits(prompt), -1)[:-1]
+        own = want.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)[context - 1 :]
+        assert sum(scores) == pytest.approx(float(own.sum()), abs=1e-3)
+        assert greedy == (i < 2)
+        assert choice["text"][: logprobs["text_offset"][-1]]
+
+
+def test_words_that_must_not_come(worker: RealWorker, llm: LLM) -> None:
+    """A word of three tokens, where hardly anything but its tokens comes otherwise; online and offline."""
+    assert llm.tokenizer is not None
+    word = llm.tokenizer.encode("orld", add_special_tokens=False)
+    assert len(word) >= 3
+    bias = {str(token): 100.0 for token in word}
+    fields: dict[str, Any] = {
+        "prompt": "hello",
+        "max_tokens": 200,
+        "temperature": 2.0,
+        "logit_bias": bias,
+        "ignore_eos": True,
+    }
+
+    def told(tokens: list[int]) -> int:
+        return sum(tokens[i : i + len(word)] == word for i in range(len(tokens)))
+
+    free = worker.post("/generate", **fields, seed=1).json()["token_ids"]
+    held = worker.post("/generate", **fields, seed=1, bad_words=["orld"]).json()["token_ids"]
+    assert told(free) > 0
+    assert told(held) == 0
+    assert set(held) == set(word)
+    own = {"logit_bias": dict.fromkeys(word, 100.0), "bad_words": ("orld",), "seed": 1}
+    params = SamplingParams(max_tokens=200, temperature=2.0, ignore_eos=True, **own)
+    assert llm.generate("hello", params)[0].outputs[0].token_ids == held
+    only = worker.post("/generate", **fields, allowed_token_ids=word[:1]).json()["token_ids"]
+    assert only == word[:1] * 200
 
 
 async def test_a_seed_gives_the_same_alone_and_among_64(worker: RealWorker) -> None:

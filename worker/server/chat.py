@@ -10,6 +10,7 @@ from worker.server.answers import plan_answers
 from worker.server.chat_answer import send_chat, stream_chat
 from worker.server.chat_prompt import render_chat
 from worker.server.exchange import Exchange
+from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation, check_sequences
 from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
@@ -38,7 +39,9 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         add_generation_prompt=request.add_generation_prompt is not False,
         variables=template_variables(request.chat_template_kwargs),
     )
-    tokens = await text.encode(prompt, param="messages", add_special_tokens=False, limit=info.max_model_len)
+    tokens = await text.encode(
+        prompt, param="messages", add_special_tokens=False, limit=longest_prompt(params, info)
+    )
     plan = plan_answers(text, tools, prompt, request.include_reasoning)
     generation = Generation(
         state,
@@ -59,9 +62,9 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         generation.submit()
         tokenizer = text.need_tokenizer("messages")
         if request.stream:
-            await stream_chat(state, exchange, generation, plan, tokenizer, usage_wanted)
+            await stream_chat(state, exchange, request, generation, plan, tokenizer, usage_wanted)
         else:
-            await send_chat(state, exchange, generation, plan, tokenizer)
+            await send_chat(state, exchange, request, generation, plan, tokenizer)
     finally:
         generation.close()
 

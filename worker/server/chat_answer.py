@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from typing import Any
 
@@ -9,7 +10,8 @@ from worker.server.answers import AnswerPlan, ReadAnswer
 from worker.server.choice import Choice, Delta
 from worker.server.exchange import EventStream, Exchange
 from worker.server.generation import Generation
-from worker.server.logprobs import chat_logprobs
+from worker.server.logprobs import chat_logprobs, prompt_logprobs
+from worker.server.schemas import ChatRequest
 from worker.server.state import ServerState
 from worker.text.answer import Part
 from worker.text.tokenizer import Tokenizer
@@ -18,11 +20,13 @@ from worker.text.tokenizer import Tokenizer
 async def send_chat(
     state: ServerState,
     exchange: Exchange,
+    request: ChatRequest,
     generation: Generation,
     plan: AnswerPlan | None,
     tokenizer: Tokenizer,
 ) -> None:
     """Answer with all choices, whole."""
+    as_ids = bool(request.return_tokens_as_token_ids)
     read: list[ReadAnswer] = []
     if plan is None:
         answers = await generation.collect()
@@ -32,22 +36,29 @@ async def send_chat(
         read = [ReadAnswer(plan) for _ in range(generation.params.n)]
         answers, messages = await _collect(generation, read)
         reasons = [reader.finish_reason(answer.finish_reason) for reader, answer in zip(read, answers)]
-    await exchange.json(
-        {
-            **_head(state, generation, "chat.completion"),
-            "choices": [
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": chat_logprobs(answer, tokenizer, generation.params),
-                    "finish_reason": reason,
-                    "stop_reason": answer.stop_reason,
-                }
-                for index, (answer, message, reason) in enumerate(zip(answers, messages, reasons))
-            ],
-            "usage": _usage(generation, plan, read),
-        }
-    )
+    body = {
+        **_head(state, generation, "chat.completion"),
+        "choices": [
+            {
+                "index": index,
+                "message": message,
+                "logprobs": chat_logprobs(answer, tokenizer, generation.params, as_ids=as_ids),
+                "finish_reason": reason,
+                "stop_reason": answer.stop_reason,
+                **({"token_ids": answer.token_ids} if request.return_token_ids else {}),
+            }
+            for index, (answer, message, reason) in enumerate(zip(answers, messages, reasons))
+        ],
+        "usage": _usage(generation, plan, read),
+    }
+    if request.return_token_ids:
+        body["prompt_token_ids"] = generation.prompts[0]
+    width = request.prompt_logprobs
+    if width is not None:
+        # Of a long prompt this takes a while: other answers go on meanwhile.
+        entries = await asyncio.to_thread(generation.prompt_logprobs, 0)
+        body["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, entries, tokenizer, width)
+    await exchange.json(body)
 
 
 async def _collect(
@@ -67,6 +78,7 @@ async def _collect(
 async def stream_chat(
     state: ServerState,
     exchange: Exchange,
+    request: ChatRequest,
     generation: Generation,
     plan: AnswerPlan | None,
     tokenizer: Tokenizer,
@@ -77,7 +89,9 @@ async def stream_chat(
     tail: dict[str, Any] = {"usage": None} if usage_wanted else {}
     params = generation.params
     read = [ReadAnswer(plan) for _ in range(params.n)] if plan is not None else []
+    as_ids = bool(request.return_tokens_as_token_ids)
     greeted: set[int] = set()
+    untold: dict[int, list[int]] = {}  # tokens whose text is held back
 
     def chunk(choice: Choice, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         body = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
@@ -89,6 +103,8 @@ async def stream_chat(
             # Not before the first token: clients take the first chunk for it when they time.
             greeted.add(choice.index)
             made.append(chunk(choice, {"role": "assistant", "content": ""}))
+            if request.return_token_ids:
+                made[0]["prompt_token_ids"] = generation.prompts[0]
         reason: str | None = delta.finish_reason
         if plan is None:
             bodies = [{"content": delta.text}] if delta.text else []
@@ -97,12 +113,16 @@ async def stream_chat(
             bodies = answer.deltas(answer.push(delta))
             reason = answer.finish_reason(reason)
         if delta.logprobs:  # also of text that is held back
-            logprobs = chat_logprobs(delta, tokenizer, params)
+            logprobs = chat_logprobs(delta, tokenizer, params, as_ids=as_ids)
             made.append(chunk(choice, bodies[0] if bodies else {"content": ""}, logprobs=logprobs))
             bodies = bodies[1:]
         made += [chunk(choice, body) for body in bodies]
         if reason is not None:
             made.append(chunk(choice, {}, finish_reason=reason, stop_reason=delta.stop_reason))
+        if request.return_token_ids:
+            untold.setdefault(choice.index, []).extend(delta.token_ids)
+            if made:
+                made[-1]["choices"][0]["token_ids"] = untold.pop(choice.index)
         return made
 
     await exchange.start_stream(EventStream())

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from worker.ipc.messages import RequestOutput, TokenLogprob
+from worker.ipc.messages import PromptLogprobs, RequestOutput, TokenLogprob
 from worker.params import SamplingParams
 from worker.text.output import OutputText, TextDelta
 from worker.text.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ class Delta:
     logprobs: list[LoggedToken] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None  # the stop string or token that ended it; None for end-of-sequence
+    end: TokenLogprob | None = None  # of the token that ended it, if that isn't in the text
 
     def add(self, later: Delta) -> None:
         """Append what came after this."""
@@ -36,6 +37,7 @@ class Delta:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.end = later.end
 
 
 class Choice:
@@ -58,6 +60,7 @@ class Choice:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finished = False
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self._params = params
         self._text = (
             OutputText(tokenizer, params, continuation=continuation, shown=shown) if tokenizer else None
@@ -69,6 +72,8 @@ class Choice:
         """Take in what a step brought. Not for outputs that end with "abort" or "error"."""
         if self.completion_tokens == 0:
             self.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs += output.prompt_logprobs
         delta = Delta()
         visible = self._visible(output)
         # Token by token where a stop string may come, so that the tokens after it aren't counted.
@@ -80,6 +85,8 @@ class Choice:
             if self.finished:
                 return delta
         self._count(delta, output.token_ids[len(visible) :])
+        if output.logprobs is not None and len(visible) < len(output.token_ids):
+            delta.end = output.logprobs[-1]
         if output.finish_reason is not None:
             self._finish(delta, output)
         return delta

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 from typing import Any
 
 from contracts.errors import bad_request
-from worker.params import SamplingParams
-from worker.server.choice import Delta
+from worker.server.completion_body import CompletionBody
 from worker.server.exchange import EventStream, Exchange
+from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation, check_sequences
-from worker.server.logprobs import completion_logprobs
 from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
 from worker.server.schemas import CompletionRequest, Prompt, decode
@@ -30,13 +30,15 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     _, info, text = state.ready()
     _refuse_unsupported(request)
     usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
-    params = sampling_params(request, max_tokens=request.max_tokens, logprobs=request.logprobs)
+    params = sampling_params(
+        request, max_tokens=request.max_tokens, logprobs=request.logprobs, echo=bool(request.echo)
+    )
     await check_form(state, params, form_field(request) or "")
     prompts = _split(request.prompt)
     check_sequences(state, len(prompts), params.n)
     tokens = [
         await prompt_tokens(
-            text, prompt, add_special_tokens=request.add_special_tokens, limit=info.max_model_len
+            text, prompt, add_special_tokens=request.add_special_tokens, limit=longest_prompt(params, info)
         )
         for prompt in prompts
     ]
@@ -55,18 +57,19 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         started=started,
         default_length=DEFAULT_MAX_TOKENS,
     )
+    body = CompletionBody(request, generation, text.tokenizer, prompts)
     try:
         generation.submit()
         if request.stream:
-            await _stream(state, exchange, generation, text, usage_wanted)
+            await _stream(state, exchange, generation, body, usage_wanted)
         else:
-            await _whole(state, exchange, generation, text)
+            await _whole(state, exchange, generation, body)
     finally:
         generation.close()
 
 
 async def prompt_tokens(
-    text: TextModel, prompt: str | list[int], *, add_special_tokens: bool | None, limit: int
+    text: TextModel, prompt: str | list[int], *, add_special_tokens: bool | None, limit: int | None
 ) -> list[int]:
     """Token ids of one prompt, which may be token ids already."""
     if isinstance(prompt, list):
@@ -93,39 +96,28 @@ def _split(prompt: Prompt) -> list[str | list[int]]:
 
 
 def _refuse_unsupported(request: CompletionRequest) -> None:
-    if request.echo:
-        raise bad_request("echo is not supported yet", "echo")
     if request.suffix:
         raise bad_request("suffix is not supported: the models served here continue text", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad_request("best_of other than n is not supported; all n answers are returned", "best_of")
 
 
-def _choice(index: int, delta: Delta, text: TextModel, params: SamplingParams) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": delta.text,
-        "logprobs": completion_logprobs(delta, text.tokenizer, params),
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
-
-
-async def _whole(state: ServerState, exchange: Exchange, generation: Generation, text: TextModel) -> None:
+async def _whole(
+    state: ServerState, exchange: Exchange, generation: Generation, body: CompletionBody
+) -> None:
     answers = await generation.collect()
-    await exchange.json(
-        {
-            **_head(state, generation),
-            "choices": [
-                _choice(index, answer, text, generation.params) for index, answer in enumerate(answers)
-            ],
-            "usage": generation.usage().body(),
-        }
-    )
+    head = _head(state, generation)
+
+    def whole() -> dict[str, Any]:
+        choices = [body.choice(index, answer) for index, answer in enumerate(answers)]
+        return {**head, "choices": choices, "usage": generation.usage().body()}
+
+    # What is said of long prompts takes seconds to write: other answers go on meanwhile.
+    await exchange.json(await asyncio.to_thread(whole) if body.long else whole())
 
 
 async def _stream(
-    state: ServerState, exchange: Exchange, generation: Generation, text: TextModel, usage_wanted: bool
+    state: ServerState, exchange: Exchange, generation: Generation, body: CompletionBody, usage_wanted: bool
 ) -> None:
     head = _head(state, generation)
     tail: dict[str, Any] = {"usage": None} if usage_wanted else {}
@@ -133,9 +125,9 @@ async def _stream(
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             ready = [
-                {**head, "choices": [_choice(choice.index, delta, text, generation.params)], **tail}
-                for choice, delta in step
-                if delta.text or delta.logprobs or delta.finish_reason is not None
+                {**head, "choices": [choice], **tail}
+                for answer, delta in step
+                for choice in body.pieces(answer.index, delta)
             ]
             if ready:
                 await exchange.write(*ready)

@@ -16,13 +16,13 @@ import msgspec
 from contracts.errors import ApiError, bad_request, internal_error, unavailable
 from contracts.headers import QUEUE_FULL, REFUSED
 from worker.ipc.client import RequestStream
-from worker.ipc.messages import NORMAL, EngineInfo, EngineRequest, RequestOutput
+from worker.ipc.messages import NORMAL, EngineRequest, RequestOutput, TokenLogprob
 from worker.params import SamplingParams, choice_seeds
 from worker.server.choice import Choice, Delta
+from worker.server.fitting import answer_length, fit_params, fit_prompts
 from worker.server.metrics import SequenceTimer
 from worker.server.schemas import MAX_PROMPTS, Sampling
 from worker.server.state import ServerState, engine_dead
-from worker.server.text_model import context_too_long
 from worker.server.usage import Account
 
 if TYPE_CHECKING:
@@ -104,19 +104,19 @@ class Generation:
         self.id = id_prefix + uuid.uuid4().hex
         self.names = frozenset((self.id, external_id))
         self.created = int(time.time())
-        self.prompts = prompts
         self.params = params
         self._account = account
         self._trace = trace
         self._error: ApiError | None = None
         self._begun = self._closed = False
-        if params.stop:
-            text.need_tokenizer("stop")
-        _check_logit_bias(params, info)
+        fitted = fit_params(params, info, text)
+        # The answers of one prompt share its log-probabilities; in a stream none waits for another's.
+        scored = params.n if request.stream else 1
+        self.prompts = prompts = fit_prompts(prompts, params, info, scored)
         ends = text.tokenizer.eos_token_ids if text.tokenizer else ()
         self._sequences: list[_Sequence] = []
         for prompt in prompts:
-            length = _answer_length(prompt, params.max_tokens, info, param)
+            length = answer_length(prompt, params.max_tokens, info, param)
             if params.max_tokens is None and default_length is not None:
                 length = min(length, default_length)
             if params.min_tokens > length:
@@ -124,8 +124,10 @@ class Generation:
                     f"min_tokens ({params.min_tokens}) must not exceed the answer's limit of {length} tokens",
                     "min_tokens",
                 )
-            engine_params = msgspec.structs.replace(params, n=1, stop=(), max_tokens=length)
-            for seed in choice_seeds(params):
+            engine_params = msgspec.structs.replace(fitted, n=1, stop=(), max_tokens=length)
+            for number, seed in enumerate(choice_seeds(params)):
+                if number == scored and params.prompt_logprobs is not None:
+                    engine_params = msgspec.structs.replace(engine_params, prompt_logprobs=None)
                 index = len(self._sequences)
                 engine_request = EngineRequest(
                     request_id=f"{self.id}-{index}",
@@ -237,6 +239,15 @@ class Generation:
             cached_tokens=sum(sequence.choice.cached_tokens for sequence in first_answers),
         )
 
+    def prompt_logprobs(self, index: int) -> list[TokenLogprob | None]:
+        """Of the prompt of the answer `index`, once that or the whole request is complete: None for its first
+        token, an entry for every other."""
+        first = index - index % self.params.n
+        own, shared = self._sequences[index].choice, self._sequences[first].choice
+        pieces = own.prompt_logprobs or shared.prompt_logprobs
+        prompt = self.prompts[index // self.params.n]
+        return [None, *(entry for piece in pieces for entry in piece.entries(prompt))]
+
     def _prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
@@ -282,47 +293,9 @@ class Generation:
         return internal_error(output.error or "The request was aborted.", "engine_error")
 
 
-def _answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, param: str) -> int:
-    """Most tokens the answer may have; `wanted` when it fits, all that is left when it is None."""
-    if not prompt:
-        raise bad_request(f"{param} is empty: at least one token is needed", param)
-    if max(prompt) >= info.vocab_size or min(prompt) < 0:
-        raise bad_request(f"token ids in {param} must be from 0 to {info.vocab_size - 1}", param)
-    length = len(prompt)
-    if length >= info.max_model_len:
-        raise context_too_long(str(length), info.max_model_len, param)
-    if wanted is not None and length + wanted > info.max_model_len:
-        raise bad_request(
-            f"This model's maximum context length is {info.max_model_len} tokens, but {length + wanted} are "
-            f"asked for ({length} in the prompt, {wanted} in the answer); shorten the prompt or lower "
-            "max_tokens.",
-            param,
-            "context_length_exceeded",
-        )
-    capacity = (info.num_pages - 1) * info.page_size  # page 0 is never used
-    if length + (wanted or 1) > capacity:
-        raise bad_request(
-            f"This worker's KV cache holds {capacity} tokens, but {length + (wanted or 1)} are asked for "
-            f"({length} in the prompt); shorten the prompt, lower max_tokens, or start the worker with more "
-            "--kv-cache-memory-bytes.",
-            param,
-            "context_length_exceeded",
-        )
-    return wanted or min(info.max_model_len, capacity) - length
-
-
 def priority_of(wanted: int, service_class: int | None) -> int:
     """Where a gateway tells classes apart, a request can put itself back, but not before another class."""
     return wanted if service_class is None else max(wanted, -MOST_RAISED)
-
-
-def _check_logit_bias(params: SamplingParams, info: EngineInfo) -> None:
-    for token in params.logit_bias:
-        if token >= info.vocab_size:
-            raise bad_request(
-                f"logit_bias names token {token}, but the vocabulary ends at {info.vocab_size - 1}",
-                "logit_bias",
-            )
 
 
 def check_sequences(state: ServerState, prompts: int, n: int) -> None:

@@ -11,8 +11,9 @@ from worker.server.chat_prompt import render_chat
 from worker.server.choice import Delta
 from worker.server.completions import DEFAULT_MAX_TOKENS, prompt_tokens
 from worker.server.exchange import Exchange, JsonLines
+from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation
-from worker.server.logprobs import native_logprobs
+from worker.server.logprobs import native_entry, native_logprobs
 from worker.server.sampling import sampling_params
 from worker.server.schemas import (
     DetokenizeRequest,
@@ -45,7 +46,10 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
     if params.n != 1:
         raise bad_request("n must be 1 here; /v1/completions gives several answers", "n")
     tokens = await prompt_tokens(
-        text, request.prompt, add_special_tokens=request.add_special_tokens, limit=info.max_model_len
+        text,
+        request.prompt,
+        add_special_tokens=request.add_special_tokens,
+        limit=longest_prompt(params, info),
     )
     generation = Generation(
         state,
@@ -98,6 +102,9 @@ def _answer(delta: Delta, generation: Generation) -> dict[str, Any]:
         "logprobs": None if generation.params.logprobs is None else native_logprobs(delta),
         "finish_reason": delta.finish_reason,
     }
+    if generation.params.prompt_logprobs is not None:
+        entries = generation.prompt_logprobs(0)
+        body["prompt_logprobs"] = [None if entry is None else native_entry(entry) for entry in entries]
     if delta.finish_reason is not None:
         body["stop_reason"] = delta.stop_reason
         body["usage"] = generation.usage().body()

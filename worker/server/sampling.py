@@ -15,7 +15,8 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "skip_special_tokens",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 
 
@@ -24,23 +25,42 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    echo: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """The request's parameters; absent and null fields keep SamplingParams' defaults.
 
-    `names` maps a parameter to the field it came from where the two differ. ApiError 400 when out of bounds.
+    `echo`: the answer begins with the prompt, with log-probabilities where the answer has some. `names` maps
+    a parameter to the field it came from where the two differ. ApiError 400 when out of bounds.
     """
     _check_extras(request)
+    field_of = names or {}
+    if max_tokens == 0 and not echo:
+        field = field_of.get("max_tokens", "max_tokens")
+        raise bad_request(
+            f"{field} must be at least 1, not 0 (which only /v1/completions takes, with echo)", field
+        )
     values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     values["logprobs"] = logprobs
+    values["prompt_logprobs"] = request.prompt_logprobs
+    if echo:
+        values["prompt_logprobs"] = _for_echo(request.prompt_logprobs, logprobs, max_tokens)
     values["logit_bias"] = _logit_bias(request.logit_bias) if request.logit_bias else None
     values["structured_outputs"] = form_of(request)
     given = {name: value for name, value in values.items() if value is not None}
     try:
         return SamplingParams(max_tokens=max_tokens, **given)
     except ParamError as error:
-        field = (names or {}).get(error.param, error.param)
+        field = field_of.get(error.param, error.param)
         raise bad_request(str(error).replace(error.param, field, 1), field) from error
+
+
+def _for_echo(wanted: int | None, logprobs: int | None, max_tokens: int | None) -> int | None:
+    """Alternatives for the prompt's tokens: as many as somebody asks for. Without an answer, 0 at least."""
+    if wanted is not None and wanted < 0:
+        return wanted  # out of bounds, whatever else is asked for
+    given = [count for count in (wanted, logprobs, 0 if max_tokens == 0 else None) if count is not None]
+    return max(given, default=None)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
@@ -51,10 +71,14 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def _check_extras(request: Sampling) -> None:
-    for name in NOT_OFFERED:
+    for name, reason in NOT_OFFERED.items():
         value = getattr(request, name)
         if value is not None and value is not False and value != []:
-            raise bad_request(f"{name} is not supported; leave it out", name)
+            raise bad_request(f"{name} is not supported: {reason}", name)
+    if request.stream and request.prompt_logprobs is not None:
+        raise bad_request(
+            "prompt_logprobs can't be streamed; leave out stream, or prompt_logprobs", "prompt_logprobs"
+        )
     check_scheduling(request.cache_salt, request.priority)
 
 

@@ -21,10 +21,13 @@ MAX_SALT = 256
 MAX_PRIORITY = 1_000_000
 
 # What other servers take and this one doesn't: refused when set, since an answer that leaves it out misleads.
-NOT_OFFERED = (
-    "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "bad_words",
-    "allowed_token_ids", "structural_tag",
-)  # fmt: skip
+NOT_OFFERED = {
+    "prompt_embeds": "prompts are texts or token ids",
+    "use_beam_search": "tokens are drawn one by one; n gives several answers",
+    "logits_processors": "a request can't bring code; logit_bias, allowed_token_ids, bad_words and penalties "
+    "change what is drawn",
+    "structural_tag": "structured_outputs has json, regex, choice and grammar",
+}
 
 Prompt = str | list[str | int | list[int]]
 
@@ -75,15 +78,17 @@ class Sampling(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    prompt_logprobs: Any = None
     prompt_embeds: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
+    logits_processors: Any = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     structural_tag: Any = None
@@ -150,6 +155,8 @@ class ChatRequest(Sampling, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     functions: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
@@ -161,6 +168,8 @@ class CompletionRequest(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     best_of: int | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 

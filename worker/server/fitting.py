@@ -1,0 +1,84 @@
+"""Whether a request fits the model and the engine's memory; what doesn't is a 400 that says what would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contracts.errors import bad_request
+from worker.ipc.messages import EngineInfo
+from worker.params import ParamError, SamplingParams
+from worker.server.text_model import TextModel, context_too_long
+from worker.text import vocabulary
+
+MAX_PROMPT_ALTERNATIVES = 1 << 20  # of an answer: some 60 MB of JSON
+
+
+def fit_params(params: SamplingParams, info: EngineInfo, text: TextModel) -> SamplingParams:
+    """The parameters as the engine takes them; see worker.text.vocabulary."""
+    ends = text.tokenizer.eos_token_ids if text.tokenizer else ()
+    if params.stop:
+        text.need_tokenizer("stop")
+    if params.bad_words:
+        text.need_tokenizer("bad_words")
+    try:
+        return vocabulary.fit(params, text.tokenizer, info.vocab_size, (*ends, *info.eos_token_ids))
+    except ParamError as error:
+        raise bad_request(str(error), error.param) from error
+
+
+def longest_prompt(params: SamplingParams, info: EngineInfo) -> int | None:
+    """Tokens that a prompt may have before it is cut; None: any number."""
+    return info.max_model_len if params.truncate_prompt_tokens is None else None
+
+
+def fit_prompts(
+    prompts: Sequence[list[int]], params: SamplingParams, info: EngineInfo, answers: int
+) -> Sequence[list[int]]:
+    """The prompts, cut to what `truncate_prompt_tokens` keeps of them. `answers` of each tell its
+    log-probabilities, if any do."""
+    if params.truncate_prompt_tokens is not None:
+        try:
+            prompts = [vocabulary.truncate(prompt, params, info.max_model_len) for prompt in prompts]
+        except ParamError as error:
+            raise bad_request(str(error), error.param) from error
+    if params.prompt_logprobs is not None:
+        alternatives = sum(map(len, prompts)) * (params.prompt_logprobs + 1) * answers
+        if alternatives > MAX_PROMPT_ALTERNATIVES:
+            raise bad_request(
+                f"The log-probabilities of these prompts would be {alternatives} numbers; at most "
+                f"{MAX_PROMPT_ALTERNATIVES} are told in one answer. Send fewer prompts, or ask for fewer "
+                "alternatives.",
+                "prompt_logprobs",
+            )
+    return prompts
+
+
+def answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, param: str) -> int:
+    """Most tokens the answer may have; `wanted` when it fits, all that is left when it is None. `param` is
+    the field that became the prompt."""
+    if not prompt:
+        raise bad_request(f"{param} is empty: at least one token is needed", param)
+    if max(prompt) >= info.vocab_size or min(prompt) < 0:
+        raise bad_request(f"token ids in {param} must be from 0 to {info.vocab_size - 1}", param)
+    length = len(prompt)
+    least = length + (1 if wanted is None else wanted)
+    if length > info.max_model_len or (length == info.max_model_len and wanted != 0):
+        raise context_too_long(str(length), info.max_model_len, param)
+    if least > info.max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {info.max_model_len} tokens, but {least} are "
+            f"asked for ({length} in the prompt, {wanted} in the answer); shorten the prompt or lower "
+            "max_tokens.",
+            param,
+            "context_length_exceeded",
+        )
+    capacity = (info.num_pages - 1) * info.page_size  # page 0 is never used
+    if least > capacity:
+        raise bad_request(
+            f"This worker's KV cache holds {capacity} tokens, but {least} are asked for "
+            f"({length} in the prompt); shorten the prompt, lower max_tokens, or start the worker with more "
+            "--kv-cache-memory-bytes.",
+            param,
+            "context_length_exceeded",
+        )
+    return min(info.max_model_len, capacity) - length if wanted is None else wanted
