@@ -7,8 +7,8 @@ says so. Behaviours, joined by "__": `wrong` answers golden prompts wrong, `mood
 with numbers that aren't, `silent` with nothing, `errs` gives users 500, `weary-N` gives probes 500 after the
 Nth, `slow` takes 600 ms more to the first token (on a busy machine less is nothing), `mortal-N` dies N s
 after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds to load, `crash` doesn't start,
-`impostor` is somebody else once it is ready, `nameless` takes no names, `cold` flaps (ready and well only every second time that it is
-asked) and gives users 500 until it has answered a golden prompt.
+`impostor` is somebody else once it is ready, `nameless` takes no names, `cold` flaps (ready and well only
+every second time that it is asked) and gives users 500 until it has answered a golden prompt.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ async def test_requests_wait_longer_than_connections_may_be_silent(tmp_path: Pat
 
 
 async def test_a_request_waits_no_longer_than_it_may(tmp_path: Path) -> None:
-    async with held(tmp_path, timeouts={"first_byte": "2s"}) as rig:
+    async with held(tmp_path, timeouts={"first_byte": "5s"}) as rig:
         for response in (await rig.post(), await rig.post(headers={"x-request-timeout": "0.2"})):
             assert (response.status_code, error_of(response)["code"]) == (503, "model_starting")
             assert response.headers["retry-after"] == "5"

@@ -160,7 +160,7 @@ async def test_what_a_worker_may_be_working_on_is_not_repeated(tmp_path: Path) -
 
 
 async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_to_begin(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, timeouts={"first_byte": 0.2, "total": 2.5})
+    rig = Rig(tmp_path, timeouts={"first_byte": 0.2, "total": 6})
     rig.route(target(await rig.worker("slow")))
     async with rig.running():
         assert (await rig.ask(do="json", wait=0.6)).status_code == 200

@@ -83,7 +83,7 @@ class Fleet:
             "supervisor": {
                 "backend": "systemd",
                 "state_dir": str(self.state.root),
-                "stall_timeout": "1s",
+                "stall_timeout": "2s",
                 "drain_timeout": "15s",
             },
             "models": [
@@ -98,7 +98,7 @@ class Fleet:
             (self.manager.units / name).write_text(text)
         argv = f"{sys.executable} -m tests.gateway.systemd_fleet up --detached {self.file}"
         self.manager.drop_in("pagefleet-supervisor.service", f"[Service]\nExecStart=\nExecStart={argv}\n")
-        self.manager.drop_in("pagefleet-worker@.service", "[Service]\nWatchdogSec=3\n")
+        self.manager.drop_in("pagefleet-worker@.service", "[Service]\nWatchdogSec=6\n")
         self.manager.call("daemon-reload")
 
     def status(self) -> FleetStatus | None:
@@ -298,7 +298,7 @@ def test_what_dies_comes_back_also_what_died_without_a_supervisor(fleet: Fleet) 
 
 def test_the_watchdog_ends_an_engine_that_hangs_and_a_server_that_does(fleet: Fleet) -> None:
     units = fleet.until_ready()
-    assert fleet.ask("a", tokens=200).status_code == 200  # four seconds of work, over the watchdog's time
+    assert fleet.ask("a", tokens=400).status_code == 200  # eight seconds of work, over the watchdog's time
     assert pids(fleet.units()) == pids(units)
     (engine,) = psutil.Process(units["a-0"].pid).children()
     engine.suspend()
