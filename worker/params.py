@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, Literal, NamedTuple, NoReturn
 
 import msgspec
 
@@ -75,6 +75,10 @@ class ParamError(ValueError):
         self.param = param
 
 
+Thinking = Literal["no", "may", "open"]
+FORMS: Final = ("json", "regex", "choice", "grammar", "json_object")
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an answer must look like: exactly one of the fields is set.
 
@@ -86,6 +90,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         choice: the answer is one of these strings.
         grammar: in Lark's syntax, or in GBNF; the answer is derived from its start (root) rule.
         json_object: any JSON object.
+        thinking: what comes before it: "may": reasoning, if the model opens it; "open": the rest of reasoning
+            that the prompt has opened. Reasoning has any form, and must be closed.
     """
 
     json: str | None = None
@@ -93,6 +99,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     choice: tuple[str, ...] = ()
     grammar: str | None = None
     json_object: bool = False
+    thinking: Thinking = "no"
 
     def __post_init__(self) -> None:
         schema: object = self.json
@@ -102,11 +109,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         if isinstance(choice, str):
             _fail("choice", "choice must be a list of strings")
         msgspec.structs.force_setattr(self, "choice", tuple(self.choice or ()))
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, (), False)]
+        given = [name for name in FORMS if getattr(self, name) not in (None, (), False)]
         if not given:
-            _fail(
-                "structured_outputs", f"structured_outputs needs one of {', '.join(self.__struct_fields__)}"
-            )
+            _fail("structured_outputs", f"structured_outputs needs one of {', '.join(FORMS)}")
         if len(given) > 1:
             _fail(given[1], f"only one of {' and '.join(given)} may be given: an answer has one form")
         if not isinstance(self.json_object, bool):
@@ -123,7 +128,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     @property
     def kind(self) -> str:
         """Name of the field that is set."""
-        return next(name for name in self.__struct_fields__ if getattr(self, name))
+        return next(name for name in FORMS if getattr(self, name))
 
     @property
     def text(self) -> str:

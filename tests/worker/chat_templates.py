@@ -8,6 +8,7 @@ from worker.server.text_model import TextModel
 from worker.text.calls import call_format_of
 from worker.text.reasoning import reasoning_format_of
 from worker.text.template import ChatTemplate
+from worker.text.tokenizer import Tokenizer
 
 # As Qwen2.5 and Qwen3 do it.
 QWEN = r"""
@@ -90,8 +91,8 @@ LLAMA = r"""
 """
 
 
-def text_side(template: str) -> TextModel:
-    """The text side of a worker whose model has the byte tokenizer and this template."""
-    tokenizer = byte_tokenizer()
+def text_side(template: str, tokenizer: Tokenizer | None = None) -> TextModel:
+    """The text side of a worker whose model has this template, and the byte tokenizer if no other."""
+    tokenizer = tokenizer or byte_tokenizer()
     compiled = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token)
     return TextModel(tokenizer, compiled, call_format_of(template), reasoning_format_of(template))

@@ -67,16 +67,17 @@ POOLING_INFO = msgspec.structs.replace(INFO, pooling=POOLING)
 
 
 @cache
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and the two marks of ChatML."""
+def byte_tokenizer(special: tuple[str, ...] = ()) -> Tokenizer:
+    """One token a byte, the two marks of ChatML, and further `special` tokens."""
     backend = Backend(models.BPE(vocab=dict(BYTE_OF_CHAR), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    marks = ("<|im_start|>", "<|im_end|>", *special)
+    backend.add_special_tokens([AddedToken(mark) for mark in marks])
     parts = TokenizerParts(
         backend=backend,
         spelling=Spelling("byte-level"),
-        special_ids=frozenset({IM_START, IM_END}),
+        special_ids=frozenset(range(IM_START, IM_START + len(marks))),
         eos_token_ids=(IM_END,),
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",

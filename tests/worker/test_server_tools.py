@@ -17,6 +17,7 @@ from tests.worker.fake_engine import (
     INFO,
     MODEL,
     FakeEngine,
+    byte_tokenizer,
     events,
     in_process,
     make_state,
@@ -26,6 +27,7 @@ from tests.worker.fake_engine import (
 )
 from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE
 from worker.server.state import ServerState
+from worker.text.calls import CALL_FORMATS
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {
@@ -452,3 +454,79 @@ async def test_the_sdk_puts_streams_together() -> None:
 async def _aiter(stream: Any) -> AsyncIterator[Any]:
     async for event in stream:
         yield event
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "thinking"),
+    [
+        (chat_templates.QWEN3, {}, "may"),
+        (chat_templates.QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, "no"),
+        (chat_templates.QWEN25, {}, "no"),
+    ],
+)
+async def test_the_form_of_a_forced_call_begins_after_the_reasoning(
+    template: str, fields: dict[str, Any], thinking: str
+) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    said = f"<think>\nHm.\n</think>\n\n{COLOGNE}" if thinking == "may" else COLOGNE
+    state = worker(said, template)
+    body = await chat(state, tools=TOOLS, tool_choice=choice, **fields)
+    assert plain_calls(body["choices"][0]["message"]) == [("get_weather", COLOGNE)]
+    form = engine_of(state).submitted[0].params.structured_outputs
+    assert form is not None
+    assert form.thinking == thinking
+
+
+async def test_marks_that_are_special_tokens_are_seen_and_not_shown() -> None:
+    tokenizer = byte_tokenizer(("<|python_tag|>", "<|other|>"))
+    tag, other = tokenizer.token_id("<|python_tag|>"), tokenizer.token_id("<|other|>")
+    assert tag is not None
+    assert other is not None
+    call = f'{{"name": "get_weather", "parameters": {COLOGNE}}}'.encode()
+    said = [*b"Hm.", other, tag, *call, IM_END]
+    info = msgspec.structs.replace(ROOMY, vocab_size=tokenizer.vocab_size)
+
+    def state() -> ServerState:
+        made = make_state(FakeEngine(lambda request: said, info=info))
+        made.text = text_side(chat_templates.LLAMA, tokenizer)
+        return made
+
+    message = (await chat(state(), tools=TOOLS))["choices"][0]["message"]
+    assert (message["content"], plain_calls(message)) == ("Hm.", [("get_weather", COLOGNE)])
+    message = (await chat(state()))["choices"][0]["message"]
+    assert message["content"] == f"Hm.{call.decode()}"
+
+
+async def test_models_can_be_told_of_tools_where_the_template_has_no_place() -> None:
+    state = make_state(FakeEngine(say(f"Hm.\n{NOW_CALL}"), info=ROOMY))
+    assert state.text
+    state.text.calls = CALL_FORMATS["hermes"]
+    history = [
+        {"role": "system", "content": "Be brief."},
+        *ASK,
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": COLOGNE}},
+                {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "20"},
+        {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    message = (await chat(state, messages=history, tools=TOOLS))["choices"][0]["message"]
+    assert (message["content"], plain_calls(message)) == ("Hm.", [("now", "{}")])
+    system, user, assistant, results, _ = prompt_of(state).split("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert f"<tools>\n{json.dumps(WEATHER)}\n{json.dumps(NOW)}\n</tools>" in system
+    assert user == "<|im_start|>user\nWeather in Köln?"
+    assert assistant == f"<|im_start|>assistant\nLet me look.\n{CALL}\n{NOW_CALL}"
+    assert results == (
+        "<|im_start|>user\n<tool_response>\n20\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+    )
+    await chat(state, messages=ASK)
+    tokenizer = state.text.tokenizer
+    assert tokenizer
+    plain = tokenizer.decode(engine_of(state).submitted[1].prompt_token_ids, skip_special_tokens=False)
+    assert plain.startswith("<|im_start|>user\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from worker.grammar.after_reasoning import after_reasoning
 from worker.params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def compile_matcher(tokenizer: LLTokenizer, form: StructuredOutputs) -> LLMatche
     limits = LLParserLimits(
         initial_lexer_fuel=500_000, step_lexer_fuel=50_000, max_lexer_states=20_000, verbose_errors=False
     )
-    matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=limits)
+    source = _source(form)
+    if form.thinking != "no":
+        source = after_reasoning(source, form.thinking, tokenizer)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():

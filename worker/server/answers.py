@@ -8,6 +8,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
+from worker.params import SamplingParams
 from worker.server.choice import Delta
 from worker.server.text_model import TextModel
 from worker.server.tools import ToolUse
@@ -48,6 +51,15 @@ class AnswerPlan:
         if calls is not None and calls.short_ids:
             return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
         return f"call_{uuid.uuid4().hex}"
+
+
+def formed(params: SamplingParams, plan: AnswerPlan | None) -> SamplingParams:
+    """The same; a form that the answer must have begins after the reasoning, where there is any."""
+    form = params.structured_outputs
+    if form is None or plan is None or plan.thinking not in ("undecided", "inside"):
+        return params
+    form = msgspec.structs.replace(form, thinking="open" if plan.thinking == "inside" else "may")
+    return msgspec.structs.replace(params, structured_outputs=form)
 
 
 def plan_answers(

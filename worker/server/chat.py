@@ -6,7 +6,7 @@ import time
 
 from contracts.errors import bad_request
 from worker.params import SamplingParams
-from worker.server.answers import plan_answers
+from worker.server.answers import formed, plan_answers
 from worker.server.chat_answer import send_chat, stream_chat
 from worker.server.chat_prompt import render_chat
 from worker.server.exchange import Exchange
@@ -46,7 +46,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     generation = Generation(
         state,
         [tokens],
-        params,
+        formed(params, plan),
         request,
         param="messages",
         continuation=False,

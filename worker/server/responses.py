@@ -11,7 +11,7 @@ import msgspec
 
 from contracts.errors import bad_request
 from worker.params import ParamError, SamplingParams, StructuredOutputs
-from worker.server.answers import AnswerPlan, ReadAnswer, plan_answers
+from worker.server.answers import AnswerPlan, ReadAnswer, formed, plan_answers
 from worker.server.chat_prompt import render_chat
 from worker.server.choice import Delta
 from worker.server.exchange import Exchange
@@ -51,7 +51,7 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
     generation = Generation(
         state,
         [tokens],
-        params,
+        formed(params, plan),
         request,
         param="input",
         continuation=False,

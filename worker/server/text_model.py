@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from contracts.errors import ApiError, bad_request
 from worker.config import WorkerConfig
 from worker.text.calls import CALL_FORMATS, CallFormat, call_format_of
+from worker.text.calls.own_prompt import with_tools
 from worker.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_of
 from worker.text.template import ChatTemplate, TemplateError
 from worker.text.tokenizer import Tokenizer
@@ -58,6 +59,12 @@ class TextModel:
             _chosen(config.reasoning_parser, REASONING_FORMATS, reasoning_format_of, text),
         )
 
+    @property
+    def tells_of_tools(self) -> bool:
+        """Whether tools are told of in the system message, since the template has no place for them."""
+        calls, template = self.calls, self.template
+        return calls is not None and calls.own_prompt and template is not None and template.tools is None
+
     def need_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; ApiError 400 naming `param` when the model has none."""
         if self.tokenizer is None:
@@ -100,6 +107,8 @@ class TextModel:
                 "--chat-template FILE.",
                 param,
             )
+        if tools and self.tells_of_tools:
+            messages, tools = with_tools(messages, tools), ()
         for name in _RESERVED:
             if name in variables:
                 raise bad_request(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}")

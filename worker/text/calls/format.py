@@ -34,6 +34,8 @@ class CallFormat:
         marks: what calls stand between, any of them.
         template_signs: a chat template that has one of these in it teaches this format, ...
         template_counter_signs: ... unless it has one of these.
+        own_prompt: it is so common that models follow it when they are told of it (own_prompt.py) because
+            their template has no place for tools.
         short_ids: ids of calls are nine letters and digits, as the family's templates demand.
     """
 
@@ -41,6 +43,7 @@ class CallFormat:
     marks: tuple[Mark, ...]
     template_signs: tuple[str, ...]
     template_counter_signs: tuple[str, ...] = ()
+    own_prompt: bool = False
     short_ids: bool = False
 
     def is_taught_by(self, template: str) -> bool:

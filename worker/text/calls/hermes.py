@@ -9,5 +9,6 @@ HERMES = CallFormat(
     name="hermes",
     marks=(Mark("<tool_call>", "object", "</tool_call>"),),
     template_signs=("<tool_call>",),
+    own_prompt=True,
     template_counter_signs=("<function=",),  # Qwen3-Coder puts XML between the same marks
 )
