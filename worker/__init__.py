@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from worker.llm import LLM as LLM
     from worker.params import SamplingParams as SamplingParams
+    from worker.params import StructuredOutputs as StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from worker.params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from worker.params import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(name)

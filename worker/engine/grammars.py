@@ -107,15 +107,17 @@ class Grammars:
                     self._known.popitem(last=False)
             found += [(request, error) for request in requests]
 
-    def mask(self, requests: list[Request]) -> FormMask:
+    def mask(self, requests: list[Request]) -> FormMask | None:
         """What may come next for those of the requests, a row each, whose answers must have a form and still
-        go on; the tokens they have must all be known."""
-        assert self._writer is not None
+        go on, None without any; the tokens they have must all be known."""
         going_on = [
             (place, request.constraint)
             for place, request in enumerate(requests)
             if request.constraint is not None and request.finish_reason is None
         ]
+        if not going_on:
+            return None
+        assert self._writer is not None
         bits = self._writer.write([constraint for _, constraint in going_on])
         return FormMask([place for place, _ in going_on], bits)
 
