@@ -34,12 +34,16 @@ WARM_UP = 10.0  # seconds of load before the first swap, to compare with
 
 @dataclass(frozen=True)
 class Traffic:
-    """`tokens` of each answer; `think`: mean seconds from a user's answer to his next request."""
+    """`tokens` of each answer; `think`: mean seconds from a user's answer to his next request; of so many
+    requests, one is a stream: `stream_of`; `prompt_ids`: token ids of a prompt, for a model without a
+    tokenizer, else it is text."""
 
     model: str
     users: int
     tokens: int = 32
     think: float = 0.0
+    stream_of: int = 3
+    prompt_ids: int = 0
 
 
 @dataclass
@@ -80,14 +84,22 @@ async def _user(client: httpx.AsyncClient, who: int, traffic: Traffic, seen: See
     for number in itertools.count(1):
         body: dict[str, Any] = {
             "model": traffic.model, "user": f"user-{who}", "max_tokens": traffic.tokens, "ignore_eos": True,
-            "prompt": f"User {who} asks for the {number}. time about the sea.",
+            "prompt": _prompt(who, number, traffic.prompt_ids),
         }  # fmt: skip
         try:
-            await (stream if (who + number) % 3 == 0 else whole)(client, body, seen)
+            is_stream = (who + number) % traffic.stream_of == 0
+            await (stream if is_stream else whole)(client, body, seen)
         except (httpx.HTTPError, AssertionError) as error:
             seen.failures.append(f"user {who}, {number}: {error!r}")
         seen.requests += 1
         await asyncio.sleep(dice.expovariate(1 / traffic.think) if traffic.think else 0)
+
+
+def _prompt(who: int, number: int, ids: int) -> str | list[int]:
+    """None that was there before."""
+    if ids:
+        return [1 + (31 * who + 7 * number + place * (number + 1)) % 251 for place in range(ids)]
+    return f"User {who} asks for the {number}. time about the sea."
 
 
 async def whole(client: httpx.AsyncClient, body: dict[str, Any], seen: Seen) -> None:
