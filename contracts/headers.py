@@ -5,6 +5,10 @@ SERVED_MODEL = "x-pagefleet-model"
 SERVED_TARGET = "x-pagefleet-target"  # slot.generation
 REFUSED = "x-pagefleet-refused"  # why a worker refused before any work was done: safe to retry elsewhere
 DRAINING, QUEUE_FULL, LOADING = "draining", "queue_full", "loading"
+LATE = "late"
+# Seconds that a client will wait until its request is begun: at the gateway for a worker with room, then at
+# the worker, which is told what is left of them.
+PATIENCE = "x-request-timeout"
 USER = "x-user-id"
 # In a request to a worker: a name, made by the gateway and never by a client, under which it may ask for what
 # the request used. In a whole answer to it: "PROMPT,COMPLETION,CACHED,FINISH_REASON", see UsageReport.

@@ -72,6 +72,11 @@ class WorkerOptions(BaseModel):
     enable_chunked_prefill: bool = Field(
         True, description="Split long prompts over steps; off: a prompt is prefilled in one step."
     )
+    tpot_target_ms: Annotated[float, Field(ge=0, le=60_000)] | None = Field(
+        None,
+        description="Milliseconds that a step should take while answers grow, which bounds the prompt "
+        "tokens in it; 0: no bound; default: in proportion to steps without prompts.",
+    )
     enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
     rope_theta: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Overrides the checkpoint's value."
@@ -116,6 +121,8 @@ class WorkerOptions(BaseModel):
     def _contradictions(self) -> Iterator[str]:
         """What can't be together on any machine and with any model; the engine checks the rest."""
         tokens = self.max_num_batched_tokens
+        if self.tpot_target_ms and not self.enable_chunked_prefill:
+            yield "tpot_target_ms splits prompts over steps: it needs enable_chunked_prefill"
         if self.device == "cpu" and self.dtype not in ("auto", "float32"):
             yield f"dtype {self.dtype} needs a GPU; on a CPU only float32 is fast and exact"
         if tokens is None:

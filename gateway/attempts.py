@@ -8,17 +8,18 @@ answer: once, as a request that fells workers must not fell all of them. After t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from urllib.parse import quote
 
 from contracts.errors import ApiError
-from contracts.headers import DRAINING, PRIORITY, QUEUE_FULL, REQUEST_ID
+from contracts.headers import DRAINING, LATE, PATIENCE, PRIORITY, QUEUE_FULL, REQUEST_ID
 from gateway import errors
 from gateway.accounting import Bill
 from gateway.call import Call
 from gateway.connection import UpstreamError
 from gateway.identity.identity import Identity
-from gateway.inbound import Inbound, patience
+from gateway.inbound import Inbound
 from gateway.queue import CLASSES
 from gateway.relay import failure_of, relay
 from gateway.targets import Backend
@@ -34,6 +35,7 @@ METERED = (  # their tokens are written down
 _REQUEST_ID = REQUEST_ID.encode()
 _DRAINING = DRAINING.encode()
 _QUEUE_FULL = QUEUE_FULL.encode()
+_LATE = LATE.encode()
 _CLASS = {name: f"{PRIORITY}: {name}\r\n".encode() for name in CLASSES}
 
 
@@ -95,6 +97,8 @@ async def _try_targets(call: Call, inbound: Inbound, who: Identity) -> None:
             if not refused:
                 return
             failure = _later(call, failure, _refusal(call, backend, refused))
+            if refused == _LATE:
+                break
             left += refused == _DRAINING
         except _StaleConnection:
             fresh = True  # the worker had closed it; others to it are likely dead too
@@ -129,7 +133,7 @@ def _later(call: Call, failure: ApiError | None, later: ApiError) -> ApiError:
 async def _wait(call: Call, inbound: Inbound, who: Identity, tried: set[str]) -> Backend:
     """A worker, once one has room. ApiError 503 when that would take too long."""
     began = time.perf_counter()
-    most = patience(call.exchange.scope["headers"], call.means.settings.timeouts.first_byte)
+    most = min(call.means.settings.timeouts.first_byte, call.head.patience or math.inf)
     within = max(0.0, most - (began - call.began))
     try:
         return await call.means.router.wait(
@@ -141,6 +145,8 @@ async def _wait(call: Call, inbound: Inbound, who: Identity, tried: set[str]) ->
 
 def _refusal(call: Call, backend: Backend, reason: bytes) -> ApiError:
     """What a client hears if no other worker takes it."""
+    if reason == _LATE:
+        return errors.overloaded(call.model, "expired", backend.queue.backlog())
     if reason != _QUEUE_FULL:
         return errors.model_unavailable(call.model)
     backend.refused_as_full(call.weight)
@@ -191,12 +197,19 @@ async def _attempt(
 
 
 def _request_head(call: Call, class_line: bytes, length: int) -> bytes:
-    return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
+    return b"POST %b HTTP/1.1\r\nhost: worker\r\n%b%b%b%b%b: %b\r\ncontent-length: %d\r\n\r\n" % (
         call.path,
         call.head.forwarded,
+        b"" if call.head.patience is None else _patience_line(call, call.head.patience),
         class_line,
         b"" if call.bill is None else call.bill.line,
         _REQUEST_ID,
         call.head.request_id,
         length,
     )
+
+
+def _patience_line(call: Call, seconds: float) -> bytes:
+    """What is left of the client's patience; not nothing, which would mean no bound."""
+    left = max(0.001, seconds - (time.perf_counter() - call.began))
+    return b"%b: %.3f\r\n" % (PATIENCE.encode(), left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import secrets
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ from urllib.parse import parse_qs
 import msgspec
 
 from contracts.errors import bad_request
+from contracts.headers import PATIENCE
 from contracts.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
-from gateway.asgi import Headers, Receive, Scope
+from gateway.asgi import Receive, Scope
 from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
 from gateway.limits.estimate import sequences
 
 EMBEDDINGS = "/v1/embeddings"
 MAX_SEQUENCES = 16  # more would keep all others waiting until the last of them has ended
 FORWARDED = {b"content-type": 1, b"accept": 2}  # bits
+_PATIENCE = PATIENCE.encode()
 _TRACE_HEADERS = (TRACEPARENT.encode(), TRACESTATE.encode())
 _READ = frozenset(
     (
@@ -29,6 +32,7 @@ _READ = frozenset(
         b"transfer-encoding",
         b"content-encoding",
         b"x-request-id",
+        _PATIENCE,
     )
 )
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -58,11 +62,13 @@ _decoder = msgspec.json.Decoder(_Wanted)
 @dataclass(slots=True)
 class Head:
     """The headers that matter. `forwarded`: those that go on to the worker, one of each name, as lines;
-    `trace`: where the request is in a trace, which goes on as well."""
+    `trace`: where the request is in a trace, which goes on as well; `patience`: seconds that the client will
+    wait until it is begun."""
 
     request_id: bytes
     forwarded: bytes
     trace: TraceContext | None = None
+    patience: float | None = None
     length: int | None = None
     framed: bool = False
     encoding: bytes | None = None
@@ -80,16 +86,13 @@ class Inbound:
     sequences: int = 1  # that a worker computes for it, as far as they count
 
 
-def patience(headers: Headers, most: float) -> float:
-    """Seconds that a client waits for a worker, by its header `x-request-timeout`; at most `most`."""
-    for name, value in headers:
-        if name == b"x-request-timeout":
-            try:
-                seconds = float(value)
-            except ValueError:
-                return most
-            return seconds if 0 < seconds < most else most
-    return most
+def _patience(value: bytes) -> float | None:
+    """What `x-request-timeout` says; None when that is no time."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < math.inf else None
 
 
 def read_head(scope: Scope) -> Head:
@@ -113,6 +116,8 @@ def read_head(scope: Scope) -> Head:
             head.encoding = value
         elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             head.request_id = value
+        elif name == _PATIENCE:
+            head.patience = _patience(value)
         elif name == b"traceparent" or name == b"tracestate":
             traced.append((name, value))
     if traced:

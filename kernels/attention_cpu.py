@@ -24,6 +24,7 @@ GROUP_TOKENS = (
     4096  # and how many tokens of keys, padding included, stay in the cache between gather and GEMM
 )
 SUM = 0  # embedding_bag's mode
+FEW = 16  # tokens of a prompt that are computed as if each decoded: gathering their context takes longer
 
 
 class _DecodeGroup(NamedTuple):
@@ -70,6 +71,13 @@ def _visible_slots(batch: AttentionBatch, sequences: Tensor, positions: Tensor, 
     """Slots of positions [b, S] of the sequences [b]."""
     tables = batch.block_tables[sequences].long()
     return tables.gather(1, positions // page_size) * page_size + positions % page_size
+
+
+class _Few(NamedTuple):
+    start: int
+    end: int
+    table: Tensor  # [1, pages] the sequence's own
+    lengths: Tensor  # [n] int32: tokens that each row sees, before a window is cut off
 
 
 def _plan_group(
@@ -132,17 +140,19 @@ def _decode_compiled(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: AttentionBatch,
+    tables: Tensor,
+    lengths: Tensor,
     scale: float,
     window: int,
 ) -> Tensor:
+    """A sequence a row: `tables` [B, pages], which may be one row repeated, and `lengths` [B]."""
     rows, heads, dim = q.shape
     _, kv_heads, page_size, _ = k_cache.shape
     out = torch.empty((rows, heads, dim))
-    tables, threads = batch.block_tables, min(torch.get_num_threads(), rows * kv_heads)
+    threads = min(torch.get_num_threads(), rows * kv_heads)
     kernel(
         q.data_ptr(), *q.stride()[:2], k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3],
-        page_size, tables.data_ptr(), tables.stride(0), batch.seq_lens.data_ptr(), out.data_ptr(), rows,
+        page_size, tables.data_ptr(), tables.stride(0), lengths.data_ptr(), out.data_ptr(), rows,
         kv_heads, window, scale, threads,
     )  # fmt: skip
     return out
@@ -155,7 +165,9 @@ def _decode(
     kernels = compiled()
     if kernels is not None and _fits_kernel(q, k_cache, v_cache):
         kernel = kernels.decode(q.shape[2], q.shape[1] // k_cache.shape[1])
-        return _decode_compiled(kernel, q, k_cache, v_cache, batch, scale, window)
+        return _decode_compiled(
+            kernel, q, k_cache, v_cache, batch.block_tables, batch.seq_lens, scale, window
+        )
     key = ("decode", window, k_cache.stride())
     groups: list[_DecodeGroup] | None = batch.plans.get(key)
     if groups is None:
@@ -172,13 +184,19 @@ def _decode(
     return out
 
 
-def _plan_prefill(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype) -> list[_Chunk]:
+def _plan_prefill(
+    batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype, few: int
+) -> list[_Chunk | _Few]:
     starts = batch.query_starts.tolist()
     lengths = batch.seq_lens.tolist()
-    chunks = []
+    chunks: list[_Chunk | _Few] = []
     for i in range(batch.num_decodes, len(lengths)):
         start, end, length = starts[i], starts[i + 1], lengths[i]
         if start == end:
+            continue
+        if end - start <= few:
+            seen = torch.arange(length - (end - start) + 1, length + 1, dtype=torch.int32)
+            chunks.append(_Few(start, end, batch.block_tables[i : i + 1], seen))
             continue
         queries = torch.arange(length - (end - start), length)
         first = max(0, int(queries[0]) - window + 1) if window else 0
@@ -198,13 +216,24 @@ def _prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int, out: Tensor
 ) -> None:
     """Rows of the sequences behind the decoding ones, from q to out, both [T, Hq, D]."""
+    kernels = compiled() if _fits_kernel(q, k_cache, v_cache) else None
     key = ("prefill", window, k_cache.stride())
-    chunks: list[_Chunk] | None = batch.plans.get(key)
+    chunks: list[_Chunk | _Few] | None = batch.plans.get(key)
     if chunks is None:
-        chunks = batch.plans[key] = _plan_prefill(batch, k_cache, window, q.dtype)
+        few = FEW if kernels is not None else 0
+        chunks = batch.plans[key] = _plan_prefill(batch, k_cache, window, q.dtype, few)
     k_rows, v_rows = as_rows(k_cache), as_rows(v_cache)
     shape = (1, k_cache.shape[1], -1, q.shape[2])
-    for start, end, rows, mask in chunks:
+    for chunk in chunks:
+        if isinstance(chunk, _Few):
+            assert kernels is not None
+            kernel = kernels.decode(q.shape[2], q.shape[1] // k_cache.shape[1])
+            rows, tables = q[chunk.start : chunk.end], chunk.table.expand(len(chunk.lengths), -1)
+            out[chunk.start : chunk.end] = _decode_compiled(
+                kernel, rows, k_cache, v_cache, tables, chunk.lengths, scale, window
+            )
+            continue
+        start, end, rows, mask = chunk
         out[start:end] = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1).unsqueeze(0),
             k_rows.index_select(0, rows).view(shape),

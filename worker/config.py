@@ -120,6 +120,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "enable_chunked_prefill",
+        "tpot_target_ms",
         "max_waiting",
     ),
     "server": ("host", "port", "uds", "max_body", "shutdown_timeout", "stall_limit", "disable_log_stats"),

@@ -30,6 +30,7 @@ class Request:
         "cached_tokens",
         "computed",
         "constraint",
+        "deadline",
         "finish_reason",
         "first_row",
         "first_scheduled",
@@ -52,6 +53,7 @@ class Request:
         "stop_tokens",
         "token_limit",
         "tokens",
+        "turn",
     )
 
     def __init__(
@@ -62,10 +64,12 @@ class Request:
         self.params = params
         self.seed = message.seed
         self.arrival = message.arrival
+        self.deadline = message.deadline
         self.service_class = message.service_class
         self.pooling = message.pooling
         self._lag = message.priority * AGEING + message.service_class * CLASS_AGEING
         self.order = (message.arrival + self._lag, number)
+        self.turn = self.order  # in which prompts are computed, see Scheduler.add
         self.reclaimed = 0  # times that its pages were taken for a more urgent class
         self.tokens = list(message.prompt_token_ids)
         self.prompt_length = len(self.tokens)

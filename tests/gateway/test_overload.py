@@ -151,6 +151,23 @@ async def test_a_request_says_how_long_it_can_wait(tmp_path: Path) -> None:
             assert (await rig.post(headers={"x-request-timeout": value})).status_code == 200
 
 
+async def test_a_worker_hears_what_is_left_of_the_patience_and_may_find_it_too_late(tmp_path: Path) -> None:
+    async with saturable(tmp_path) as rig:
+        streams = await fill(rig)
+        (waiter,) = await queued(rig, rig.post(headers={"x-request-timeout": "30"}))
+        await asyncio.sleep(0.3)
+        rig.workers[0].gate.set()
+        await asyncio.gather(*streams, waiter)
+        told = float(rig.workers[0].requests[-1].headers["x-request-timeout"])
+        assert 1 < told <= 29.7
+        assert (await rig.post()).status_code == 200
+        assert "x-request-timeout" not in rig.workers[0].requests[-1].headers
+        before = len(rig.workers[0].requests)
+        late = await rig.ask(do="refuse", why="late")
+        assert (late.status_code, error_of(late)["code"]) == (503, "overloaded")
+        assert len(rig.workers[0].requests) == before + 1, "nobody else has more time for it"
+
+
 async def test_a_raised_capacity_is_used_at_once(tmp_path: Path) -> None:
     async with saturable(tmp_path) as rig:
         streams = await fill(rig)

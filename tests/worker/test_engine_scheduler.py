@@ -10,6 +10,7 @@ import pytest
 
 from worker.engine.blocks import PagePool
 from worker.engine.classes import MOST_RECLAIMED
+from worker.engine.pace import Pace
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import NORMAL, EngineRequest
 from worker.params import SamplingParams
@@ -34,10 +35,16 @@ class Harness:
     every token attends to the right content: each slot remembers which prefix it was computed for."""
 
     def __init__(
-        self, pages: int = 64, seqs: int = 8, budget: int = 32, depth: int = 1, chunked: bool = True
+        self,
+        pages: int = 64,
+        seqs: int = 8,
+        budget: int = 32,
+        depth: int = 1,
+        chunked: bool = True,
+        pace: Pace | None = None,
     ):
         self.pool = PagePool(pages, PAGE)
-        self.scheduler = Scheduler(SchedulerConfig(seqs, budget, chunked), self.pool)
+        self.scheduler = Scheduler(SchedulerConfig(seqs, budget, chunked), self.pool, pace)
         self.budget, self.depth, self.chunked = budget, depth, chunked
         self.launched: deque[tuple[Step, list[int]]] = deque()
         self.device_tokens: dict[str, list[int]] = {}  # what the device knows, unread tokens included
@@ -54,6 +61,7 @@ class Harness:
         priority: int = 0,
         salt: str = "",
         level: int = NORMAL,
+        deadline: float = 0.0,
         **params,
     ) -> Request:
         self.numbers += 1
@@ -67,6 +75,7 @@ class Harness:
             priority,
             arrival=self.time,
             service_class=level,
+            deadline=deadline,
         )
         request = Request(message, max_model_len=40_000, eos_token_ids=frozenset({99}), number=self.numbers)
         self.device_tokens[name] = list(prompt)
@@ -482,3 +491,96 @@ def test_classes_change_no_tokens_and_leak_nothing(depth: int, seed: int):
     for request in requests:
         prompt = request.tokens[: request.prompt_length]
         assert outputs(request) == expected(prompt, request.params.max_tokens)
+
+
+def known_pace(token: float) -> Pace:
+    """A pace that knows what a prompt's token takes, and sets no bound."""
+    pace = Pace()
+    pace.token = token
+    return pace
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_short_prompt_does_not_wait_for_a_long_one(depth: int):
+    harness = Blind(pages=9000, seqs=8, budget=512, depth=depth, pace=known_pace(1e-3))
+    long = harness.add("long", [i % 50 for i in range(30_000)], 2)
+    for _ in range(3):
+        harness.step()
+    short = harness.add("short", [1] * 700, 2)
+    steps = [{row.request.id: row.count for row in harness.step().rows} for _ in range(2)]
+    assert [step["short"] for step in steps] == [512, 188]
+    assert steps[1]["long"] == 512 - 188
+    harness.run()
+    assert (long.finish_reason, short.finish_reason) == ("length", "length")
+
+
+def test_prompts_of_one_length_are_computed_one_after_the_other():
+    harness = Blind(pages=9000, seqs=8, budget=512, pace=known_pace(1e-3))
+    requests = [harness.add(f"r{i}", [i] * 2000, 1) for i in range(4)]
+    order: list[str] = []
+    while any(request.finish_reason is None for request in requests):
+        order += [row.request.id for row in harness.step().rows if row.request.id not in order]
+    assert order == [f"r{i}" for i in range(4)]
+    assert max(len(step.rows) for step in harness.steps) <= 2
+
+
+def test_a_long_prompt_is_done_under_a_flood_of_short_ones():
+    """It may take twice its own time: as long again as others, which came until then, go before it."""
+    harness = Blind(pages=9000, seqs=8, budget=512, pace=known_pace(1e-3))
+    long = harness.add("long", [i % 50 for i in range(10_000)], 1)
+    steps = 0
+    while long.finish_reason is None:
+        harness.add(f"short{steps}", [steps % 50] * 500, 1)  # nearly a whole step, in each
+        harness.step()
+        harness.time += 0.512
+        steps += 1
+        assert steps <= 50
+    assert 20 <= steps <= 45
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_change_no_tokens_and_leak_nothing(depth: int, seed: int):
+    rng = random.Random(seed)
+    harness = Harness(pages=40, seqs=5, budget=12, depth=depth, pace=known_pace(0.1))
+    requests = []
+    for i in range(40):
+        prompt = [rng.randrange(50) for _ in range(rng.choice((3, 10, 60)))]
+        requests.append(harness.add(f"r{i}", prompt, rng.randrange(1, 20), level=rng.randrange(3)))
+        harness.time += rng.random()
+        for _ in range(rng.randrange(4)):
+            harness.step()
+    harness.run()
+    assert harness.scheduler.preemptions > 0
+    for request in requests:
+        prompt = request.tokens[: request.prompt_length]
+        assert outputs(request) == expected(prompt, request.params.max_tokens)
+
+
+def test_a_bound_in_time_holds_prompts_back_only_beside_decoding_sequences():
+    pace = known_pace(1e-3)
+    pace.target, pace.decode, pace._largest = 0.02, 0.01, 512
+    harness = Harness(pages=600, seqs=8, budget=64, pace=pace)
+    harness.add("a", [1] * 100, 40)
+    assert [harness.step().num_tokens for _ in range(2)] == [64, 36]
+    harness.add("b", [2] * 45, 3)
+    pieces = [[row.count for row in harness.step().rows] for _ in range(5)]
+    assert pieces == [[1, 10]] * 4 + [[1, 5]]
+    harness.run()
+
+
+def test_whoever_is_late_is_named_once_and_nobody_who_has_begun():
+    harness = Harness(seqs=1)
+    scheduler = harness.scheduler
+    begun = harness.add("begun", [1] * 5, 30, deadline=5.0)
+    harness.step()
+    waits = [harness.add(f"w{i}", [2], 2, deadline=limit) for i, limit in enumerate((3.0, 0.0, 9.0, 4.0))]
+    assert scheduler.late(2.9) == []
+    assert scheduler.late(4.0) == [waits[0], waits[3]]
+    for request in (waits[0], waits[3]):
+        scheduler.finish(request, "error")
+    assert scheduler.late(8.0) == []
+    assert scheduler.late(9.0) == [waits[2]]
+    scheduler.finish(waits[2], "error")
+    harness.run()
+    assert [begun.finish_reason, waits[1].finish_reason] == ["length", "length"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class EngineConfig:
     page_size: int
     prefix_cache: bool
     chunked_prefill: bool
+    tpot_target: float | None  # seconds; None: in proportion to decode steps, inf: no bound
     enforce_eager: bool
     vocab_limit: int
     eos_token_ids: frozenset[int]
@@ -65,6 +67,7 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
         page_size=sizes.page_size,
         prefix_cache=options.enable_prefix_caching,
         chunked_prefill=options.enable_chunked_prefill,
+        tpot_target=_tpot_target(options),
         enforce_eager=options.enforce_eager,
         vocab_limit=min(vocab_limit or model.vocab_size, model.vocab_size),
         eos_token_ids=frozenset(source.generation.get("eos_token_ids", model.eos_token_ids)),
@@ -96,6 +99,13 @@ def _device(options: WorkerOptions) -> torch.device:
     if len(options.gpus) > 1:
         raise EngineError("gpus names several GPUs; one worker uses one so far")
     return torch.device("cuda", index)
+
+
+def _tpot_target(options: WorkerOptions) -> float | None:
+    milliseconds = options.tpot_target_ms
+    if milliseconds == 0 or not options.enable_chunked_prefill:
+        return math.inf
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from worker.engine.budget import plan_pages
 from worker.engine.config import EngineConfig
 from worker.engine.grammars import Grammars
 from worker.engine.loading import largest_step, load, make_runner, smallest_steps
+from worker.engine.pace import Pace, read_share
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import (
     EngineInfo,
@@ -60,7 +62,8 @@ class Engine:
         self.scheduler = scheduler
         self._grammars = grammars
         self._requests: dict[str, Request] = {}
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[tuple[Launched, float]] = deque()  # and when
+        self._collected = 0.0  # when the last step was known to have ended
         # On a GPU the next step is scheduled and launched while this one runs.
         self._depth = 2 if config.device.type == "cuda" else 1
         self._number = 0
@@ -117,7 +120,8 @@ class Engine:
             config.chunked_prefill,
             worth_waiting=WORTH_WAITING[config.device.type],
         )
-        return cls(config, runner, Scheduler(limits, pool), info, grammars)
+        pace = Pace(config.tpot_target, read_share(config.source.config))
+        return cls(config, runner, Scheduler(limits, pool, pace), info, grammars)
 
     @property
     def has_work(self) -> bool:
@@ -173,8 +177,11 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step and read the oldest one back. Empty when nothing has been sampled yet."""
-        outputs = self._take_compiled() if self._grammars.compiling else []
-        step = self.scheduler.schedule(time.monotonic())
+        now = time.monotonic()
+        outputs = [self._too_late(request) for request in self.scheduler.late(now)]
+        if self._grammars.compiling:
+            outputs += self._take_compiled()
+        step = self.scheduler.schedule(now)
         if step.rows:
             launched = self.runner.forward(step)
             form = None
@@ -183,17 +190,15 @@ class Engine:
                 outputs += self.drain()
                 form = self._grammars.mask(launched.host.sampled)
             self.runner.sample(launched, form)
-            self._launched.append(launched)
+            self._launched.append((launched, now))
             self._steps += 1
         if self._launched and (len(self._launched) >= self._depth or not step.rows):
-            outputs += self._collect(self._launched.popleft())
+            outputs += self._collect(*self._launched.popleft())
         return outputs
 
     def drain(self) -> list[RequestOutput]:
         """Read back all launched steps."""
-        return [
-            output for launched in list(self._launched) for output in self._collect(self._launched.popleft())
-        ]
+        return [output for _ in list(self._launched) for output in self._collect(*self._launched.popleft())]
 
     def call(self, operation: str) -> str:
         """Operations between steps: "reset_prefix_cache", "check_integrity", "ping". "" or what went
@@ -236,6 +241,8 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            decode_seconds=scheduler.pace.decode,
+            prefill_budget=scheduler.pace.budget(self.config.max_num_batched_tokens),
         )
 
     def memory_report(self) -> str:
@@ -262,9 +269,17 @@ class Engine:
             outputs.append(RequestOutput(request.id, [], finish_reason="error", error=message, refused=True))
         return outputs
 
-    def _collect(self, launched: Launched) -> list[RequestOutput]:
+    def _too_late(self, request: Request) -> RequestOutput:
+        del self._requests[request.id]
+        self.scheduler.finish(request, "error")
+        waited = request.deadline - request.arrival
+        error = f"the request waited for {waited:.3g} s, as long as it may, and has not begun"
+        return RequestOutput(request.id, [], finish_reason="error", error=error, late=True)
+
+    def _collect(self, launched: Launched, since: float) -> list[RequestOutput]:
         tokens, logprobs = launched.read()
         vectors = launched.pooled.read() if launched.pooled is not None else {}
+        self._time(launched, since)
         outputs = self._prompt_logprobs(launched.scored) if launched.scored is not None else []
         place = 0
         for row in launched.step.rows:
@@ -301,6 +316,17 @@ class Engine:
         self.scheduler.finish(request, reason)
         del self._requests[request.id]
         return output
+
+    def _time(self, launched: Launched, since: float) -> None:
+        """Tell the pace how long the step took: it was launched at `since`, and ran when the one before had
+        ended."""
+        if self._depth > 1 and launched.sampled is None and launched.pooled is None:
+            self._collected = math.inf  # the device may be at it still, and the next one's time is both's
+            return
+        now = time.monotonic()
+        if self._collected < math.inf:
+            self.scheduler.pace.observe(launched.step, now - max(since, self._collected))
+        self._collected = now
 
     def _advance(self, row: Row, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         request = row.request

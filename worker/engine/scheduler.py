@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.engine.blocks import PagePool, page_hash, root_hash
 from worker.engine.classes import preemptible
+from worker.engine.pace import Pace, Share
 from worker.ipc.messages import FinishReason
 from worker.request import Request, Row, Step
 
@@ -33,31 +36,56 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Waiting and running requests, and the pages they hold."""
+    """Waiting and running requests, and the pages they hold. `pace` bounds what prompts add to a step; by
+    default nothing does but the token budget."""
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: PagePool, pace: Pace | None = None) -> None:
         self.config = config
         self.pool = pool
-        self.waiting: list[Request] = []  # sorted by order
+        self.pace = pace or Pace()
+        self.waiting: list[Request] = []  # sorted by turn
         self.running: list[Request] = []  # sorted by order
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._now = 0.0
+        self._soonest = math.inf  # no deadline of those that wait is before it
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._leaving: list[Request] = []  # finished, but a step in flight still writes their pages
 
     # ---- entering and leaving
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its token_limit must fit the pool, or it would wait for ever."""
-        bisect.insort(self.waiting, request, key=_order)
+        """Queue a request. Its token_limit must fit the pool, or it would wait for ever.
+
+        Prompts take turns by when each would be done if it had been alone: a short one goes before a long
+        one that came earlier, and no long one waits for much longer than it takes anyway.
+        """
+        alone = 0.0
+        if self.pace.token:
+            start = len(self._cached_pages(request)) * self.pool.page_size
+            alone = self.pace.seconds(start, request.length - start)
+        request.turn = (request.order[0] + alone, request.order[1])
+        bisect.insort(self.waiting, request, key=_turn)
+        if request.deadline:
+            self._soonest = min(self._soonest, request.deadline)
+
+    def late(self, now: float) -> list[Request]:
+        """Waiting requests whose deadline has passed before their first step. They are to be finished."""
+        if now < self._soonest:
+            return []
+        timed = [request for request in self.waiting if request.deadline and not request.first_scheduled]
+        self._soonest = min((r.deadline for r in timed if r.deadline > now), default=math.inf)
+        return [request for request in timed if request.deadline <= now]
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out; its pages go back now, or when the last step that writes them has been
         collected."""
         request.finish_reason = reason
-        _remove(self.running if request.row >= 0 else self.waiting, request)
+        if request.row >= 0:
+            _remove(self.running, request, _order)
+        else:
+            _remove(self.waiting, request, _turn)
         if request.in_flight:
             self._leaving.append(request)
         else:
@@ -87,13 +115,8 @@ class Scheduler:
                 prefilling.append(request)
             elif budget > 0:
                 budget -= self._extend(request, 1, rows)
-        for request in prefilling:
-            if request.row >= 0 and budget > 0:
-                budget -= self._extend(request, min(request.length - request.computed, budget), rows)
-        budget = self.config.max_num_batched_tokens - sum(row.count for row in rows.values())
-
-        if self.preemptions == preempted_before:
-            self._admit(budget, rows)
+        if prefilling or self.waiting:
+            self._prefill(prefilling, rows, preempted_before)
         ordered = sorted(rows.values(), key=lambda row: not row.decode)
         step = Step(ordered)
         for row in ordered:
@@ -169,24 +192,52 @@ class Scheduler:
         sample = generates and start + count == request.length
         rows[request] = Row(request, start, count, sample, decode=generates and count == 1 and start > 0)
 
-    def _admit(self, budget: int, rows: dict[Request, Row]) -> None:
-        """Start waiting requests, in order, while their whole prompts fit next to what running prompts still
-        need, or can be made to fit at the cost of less urgent classes."""
+    def _prefill(self, prefilling: list[Request], rows: dict[Request, Row], preempted_before: int) -> None:
+        """Share what is left of the step among prompts that run and those that wait, in turn. Nobody new
+        starts in a step that had to preempt."""
+        budget = self.config.max_num_batched_tokens - sum(row.count for row in rows.values())
+        prompts = len(prefilling) + min(len(self.waiting), len(self._free_rows))
+        share = self.pace.share(budget, prompts, decoding=bool(rows))
+        prefilling.sort(key=_turn)
+        if self.waiting and self.preemptions == preempted_before:
+            self._admit(prefilling, share, rows)
+        while prefilling:
+            self._continue(prefilling.pop(0), share, rows)
+
+    def _continue(self, request: Request, share: Share, rows: dict[Request, Row]) -> None:
+        """The next piece of a running prompt."""
+        if request.row < 0:
+            return
+        count = share.take(request.computed, request.length - request.computed)
+        if count:
+            share.give_back(count - self._extend(request, count, rows))
+
+    def _admit(self, prefilling: list[Request], share: Share, rows: dict[Request, Row]) -> None:
+        """Start waiting requests, in turn, while their whole prompts fit next to what running prompts still
+        need, or can be made to fit at the cost of less urgent classes. Takes those out of `prefilling` whose
+        turn came earlier, and continues them."""
         promised = self._promised()
         # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of
         # the pool usable.
         watermark = min(len(self.running), self.pool.capacity // 50) if self.running else 0
-        computing = self._pages_being_computed() if self.waiting else set()
+        computing = self._pages_being_computed()
         held_back = 0
-        while held_back < min(len(self.waiting), MOST_HELD_BACK) and budget > 0:
+        while held_back < min(len(self.waiting), MOST_HELD_BACK) and share.tokens > 0:
             request = self.waiting[held_back]
+            if prefilling and prefilling[0].turn < request.turn:
+                before = self.preemptions
+                self._continue(prefilling.pop(0), share, rows)
+                if self.preemptions > before:
+                    break
+                promised = self._promised()
+                continue
             cached = self._cached_pages(request)
             if self._worth_waiting_for(request, len(cached), computing):
                 held_back += 1
                 continue
             start = len(cached) * self.pool.page_size
             remaining = request.length - start
-            if remaining > budget and not self.config.chunked_prefill and rows:
+            if remaining > share.tokens and not self.config.chunked_prefill and rows:
                 break
             need = self._pages_for(request.length) - len(cached) + self.pool.idle(cached)
             short = need + promised + watermark - self.pool.num_free
@@ -194,16 +245,20 @@ class Scheduler:
                 returned = self._reclaim(request, short, rows)
                 if returned is None:
                     break
-                budget += returned
+                share.give_back(returned)
+                prefilling[:] = [other for other in prefilling if other.row >= 0]
                 promised = self._promised()
                 continue
+            count = share.take(start, remaining) if self.config.chunked_prefill else remaining
+            if not count:
+                break
+            if not self.config.chunked_prefill:
+                share.give_back(-count)
             del self.waiting[held_back]
-            count = min(remaining, budget) if self.config.chunked_prefill else remaining
             self._start(request, cached, count)
             self._schedule_row(request, count, rows)
             computing |= self._unpublished(request)
             promised += self._pages_for(request.length) - len(request.pages)
-            budget -= count
 
     def _pages_being_computed(self) -> set[bytes]:
         """Hashes of prompt pages that running requests will have published within a few steps."""
@@ -293,7 +348,7 @@ class Scheduler:
     def _preempt(self, request: Request, cause: Request) -> None:
         """Back to waiting; what it computed is lost, except for pages that the prefix cache keeps until they
         are needed."""
-        _remove(self.running, request)
+        _remove(self.running, request, _order)
         if request.service_class > cause.service_class:
             request.reclaim(self._now)
         self.preemptions += 1
@@ -325,9 +380,13 @@ def _order(request: Request) -> tuple[float, int]:
     return request.order
 
 
-def _remove(requests: list[Request], request: Request) -> None:
-    """Delete from a list sorted by order, by bisection."""
-    index = bisect.bisect_left(requests, request.order, key=_order)
+def _turn(request: Request) -> tuple[float, int]:
+    return request.turn
+
+
+def _remove(requests: list[Request], request: Request, key: Callable[[Request], tuple[float, int]]) -> None:
+    """Delete from a list sorted by `key`, by bisection."""
+    index = bisect.bisect_left(requests, key(request), key=key)
     assert requests[index] is request
     del requests[index]
 

@@ -91,6 +91,7 @@ class RequestStream:
             pending.stop_token = output.stop_token
             pending.error = output.error
             pending.refused = output.refused
+            pending.late = output.late
         self._arrived.set()
 
     def __aiter__(self) -> RequestStream:

@@ -34,6 +34,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     end_token_ids: tuple[int, ...] = ()
     service_class: int = NORMAL  # index in contracts.headers.PRIORITIES
     pooling: PoolingType | None = None  # no answer is generated: the prompt's states are pooled to a vector
+    deadline: float = 0.0  # time.monotonic() until which its first step must have begun; 0: it may wait
 
 
 class ToEngine(msgspec.Struct, array_like=True):
@@ -99,6 +100,7 @@ class RequestOutput(msgspec.Struct, array_like=True):
     refused: bool = False  # with `error`: the fault is the request's own
     # Of pieces of the prompt as they are computed, in order; outputs with them may have no tokens.
     prompt_logprobs: list[PromptLogprobs] | None = None
+    late: bool = False  # with "error": its deadline passed before its first step
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -116,6 +118,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_hits: int = 0  # of them found
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    decode_seconds: float = 0.0  # what a step without prompts takes, as estimated; 0: not known yet
+    prefill_budget: int = 0  # prompt tokens that the last step beside decoding sequences was allowed
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

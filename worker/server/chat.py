@@ -57,6 +57,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         id_prefix="chatcmpl-",
         started=started,
         shown=plan.shown if plan is not None else (),
+        patience=exchange.patience,
     )
     try:
         generation.submit()

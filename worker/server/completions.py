@@ -55,6 +55,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         trace=exchange.trace,
         id_prefix="cmpl-",
         started=started,
+        patience=exchange.patience,
         default_length=DEFAULT_MAX_TOKENS,
     )
     body = CompletionBody(request, generation, text.tokenizer, prompts)

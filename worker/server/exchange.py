@@ -7,6 +7,7 @@ generating for a client that has left.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import ApiError
-from contracts.headers import PRIORITIES, PRIORITY, REQUEST_ID, SERVED_MODEL, USAGE
+from contracts.headers import PATIENCE, PRIORITIES, PRIORITY, REQUEST_ID, SERVED_MODEL, USAGE
 from contracts.units import format_bytes
 from worker.server.usage import Account
 
@@ -95,6 +96,15 @@ class Exchange:
         """The caller's class (index in PRIORITIES) as a gateway on this machine says; None: nobody does."""
         named = self.header(PRIORITY)
         return PRIORITIES.index(named) if named in PRIORITIES and self.is_local else None
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which the request need not be begun any more; None: the client doesn't say."""
+        try:
+            seconds = float(self.header(PATIENCE) or "nan")
+        except ValueError:
+            return None
+        return seconds if 0 < seconds < math.inf else None
 
     @property
     def path_params(self) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from contracts.errors import ApiError, bad_request, internal_error, unavailable
-from contracts.headers import QUEUE_FULL, REFUSED
+from contracts.headers import LATE, PATIENCE, QUEUE_FULL, REFUSED
 from worker.ipc.client import RequestStream
 from worker.ipc.messages import NORMAL, EngineRequest, RequestOutput, TokenLogprob
 from worker.params import SamplingParams, choice_seeds
@@ -75,6 +75,7 @@ class Generation:
         service_class: index in contracts.headers.PRIORITIES; None when no gateway says.
         trace: of a request that is sampled.
         started: when the request arrived, time.monotonic().
+        patience: seconds from `started` on within which the engine must have begun; None: it may wait.
         default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
         shown: special tokens that are in the text though others aren't.
 
@@ -96,6 +97,7 @@ class Generation:
         trace: RequestTrace | None,
         id_prefix: str,
         started: float,
+        patience: float | None = None,
         default_length: int | None = None,
         shown: Collection[int] = (),
     ) -> None:
@@ -113,6 +115,7 @@ class Generation:
         # The answers of one prompt share its log-probabilities; in a stream none waits for another's.
         scored = params.n if request.stream else 1
         self.prompts = prompts = fit_prompts(prompts, params, info, scored)
+        deadline = 0.0 if patience is None else started + patience
         ends = text.tokenizer.eos_token_ids if text.tokenizer else ()
         self._sequences: list[_Sequence] = []
         for prompt in prompts:
@@ -138,6 +141,7 @@ class Generation:
                     priority=priority_of(request.priority or 0, service_class),
                     end_token_ids=ends,
                     service_class=NORMAL if service_class is None else service_class,
+                    deadline=deadline,
                 )
                 choice = Choice(index, text.tokenizer, params, continuation=continuation, shown=shown)
                 self._sequences.append(_Sequence(choice, engine_request, state.metrics.sequence(started)))
@@ -290,6 +294,12 @@ class Generation:
             return engine_dead()
         if output.refused:
             return bad_request(output.error or "The request can't be served.")
+        if output.late:
+            return unavailable(
+                f"This worker is busy: {output.error}; wait longer ({PATIENCE}), or try again.",
+                "deadline_exceeded",
+                headers={REFUSED: LATE},
+            )
         return internal_error(output.error or "The request was aborted.", "engine_error")
 
 

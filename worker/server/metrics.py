@@ -142,6 +142,14 @@ class _EngineCollector(Collector):
                 "Token slots of held KV pages that hold no token.",
                 1 - _ratio(stats.slots_filled, stats.slots_taken) if stats.slots_taken else 0.0,
             ),
+            "decode_step_seconds": (
+                "What a step without prompts takes, as estimated; 0: not known yet.",
+                stats.decode_seconds,
+            ),
+            "prefill_budget_tokens": (
+                "Prompt tokens that one prompt would get in a step beside answers that grow.",
+                stats.prefill_budget,
+            ),
         }
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),

@@ -64,6 +64,7 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
         trace=exchange.trace,
         id_prefix="gen-",
         started=started,
+        patience=exchange.patience,
         default_length=DEFAULT_MAX_TOKENS,
     )
     try:

@@ -61,6 +61,7 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         trace=exchange.trace,
         id_prefix="resp_",
         started=started,
+        patience=exchange.patience,
         shown=plan.shown,
     )
     response = _Response(state, request, tools, generation, plan, text.need_tokenizer("input"))
