@@ -112,12 +112,19 @@ def memory_limit(worker: Worker) -> int | None:
 
 def warnings(fleet: FleetFile, options: SystemdOptions, ledger: Ledger | None) -> Iterator[str]:
     """What works and yet isn't what one would want, and what is still to be done."""
+    state = StateDir(options.directory / fleet.supervisor.state_dir)
     if not options.user_manager and not _is_user(options.user):
-        state = options.directory / fleet.supervisor.state_dir
         yield (
             f"the units run the fleet as {options.user}, and there is no such user here: "
-            f"`useradd --system {options.user}` makes one, who must own {state} and be able to read the rest"
+            f"`useradd --system {options.user}` makes one, who must own {state.root} "
+            "and be able to read the rest"
         )
+    for place in () if options.user_manager else _writable(fleet, state):
+        if not place.is_dir():
+            yield (
+                f"{place} isn't there, and no unit starts without it (226/NAMESPACE): "
+                f"`install -d -o {options.user} -m 700 {place}` makes it"
+            )
     for worker in ledger.workers if ledger else ():
         if worker.estimate is None:
             why = worker.unknown or worker.problem or "its size is unknown"
@@ -198,7 +205,6 @@ def _unit(fleet: FleetFile, options: SystemdOptions, ledger: Ledger | None) -> _
     _check(fleet, options, state)
     limits = [memory_limit(worker) for worker in (ledger.workers if ledger else ())]
     known = [limit for limit in limits if limit is not None]
-    audit = fleet.gateway.audit.file
     drain = -int(-settings.drain_timeout // 1)
     return _Unit(
         system=not options.user_manager,
@@ -214,11 +220,17 @@ def _unit(fleet: FleetFile, options: SystemdOptions, ledger: Ledger | None) -> _
         worker_stop_seconds=drain + WORKER_MARGIN,
         gateway_stop_seconds=drain + GATEWAY_MARGIN,
         memory=max(known) if known and len(known) == len(limits) else None,
-        writable=tuple(map(str, (state.root, *([audit.parent] if audit else [])))),
+        writable=tuple(map(str, _writable(fleet, state))),
         mps=options.mps,
         mps_directory="%t/pagefleet-mps",
         true_program=shutil.which("true") or "/bin/true",
     )
+
+
+def _writable(fleet: FleetFile, state: StateDir) -> list[Path]:
+    """Directories that the system's units may write to."""
+    audit = fleet.gateway.audit.file
+    return [state.root, *([audit.parent] if audit else [])]
 
 
 def _check(fleet: FleetFile, options: SystemdOptions, state: StateDir) -> None:

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 from gateway.cli import main as pagefleet
 from gateway.cli.swap_client import Swaps
-from gateway.config import load_fleet
+from gateway.config import FleetFile, load_fleet
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.ledger import make_ledger, this_machine
@@ -93,13 +93,15 @@ class Fleet:
         }
         content["models"][0]["aliases"] = list(aliases)
         self.file.write_text(yaml.safe_dump(content))
-        units = render(load_fleet(self.file), SystemdOptions(self.file, ROOT, user_manager=True))
-        for name, text in units.items():
+        for name, text in self.units_of(load_fleet(self.file)).items():
             (self.manager.units / name).write_text(text)
         argv = f"{sys.executable} -m tests.gateway.systemd_fleet up --detached {self.file}"
         self.manager.drop_in("pagefleet-supervisor.service", f"[Service]\nExecStart=\nExecStart={argv}\n")
         self.manager.drop_in("pagefleet-worker@.service", "[Service]\nWatchdogSec=6\n")
         self.manager.call("daemon-reload")
+
+    def units_of(self, fleet: FleetFile) -> dict[str, str]:
+        return render(fleet, SystemdOptions(self.file, ROOT, user_manager=True))
 
     def status(self) -> FleetStatus | None:
         transport = httpx.HTTPTransport(uds=str(self.state.admin_socket), verify=False)

@@ -128,11 +128,21 @@ def test_the_fleet_file_of_the_walk_through_is_one_for_systemd_and_nginx() -> No
 @pytest.mark.parametrize(("user", "is_one"), [("root", True), ("nobody-by-this-name", False)])
 def test_that_the_user_is_still_to_be_made_is_said(tmp_path: Path, user: str, is_one: bool) -> None:
     file = fleet_file(tmp_path)
+    (tmp_path / "state").mkdir()
     said = list(warnings(load_fleet(file), options_of(file, user=user), None))
     assert [f"`useradd --system {user}`" in text and f"{tmp_path}/state" in text for text in said] == (
         [] if is_one else [True]
     )
     assert list(warnings(load_fleet(file), options_of(file, user=user, user_manager=True), None)) == []
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_that_a_directory_is_still_to_be_made_is_said(tmp_path: Path) -> None:
+    """Without one of those that they may write to, systemd starts none of them."""
+    file = fleet_file(tmp_path)
+    (said,) = warnings(load_fleet(file), options_of(file, user="root"), None)
+    assert f"`install -d -o root -m 700 {tmp_path}/state`" in said
+    assert list(warnings(load_fleet(file), options_of(file, user_manager=True), None)) == []
 
 
 @pytest.mark.systemd

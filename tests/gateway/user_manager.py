@@ -98,10 +98,11 @@ class UserManager:
 
 
 @contextlib.contextmanager
-def user_manager() -> Iterator[UserManager]:
+def user_manager(place: Path | None = None) -> Iterator[UserManager]:
+    """`place`: where its directory is to be, instead of /tmp."""
     if not BOOTED.exists():
         BOOTED.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="pf-sd-") as folder:  # short: its sockets are in there
+    with tempfile.TemporaryDirectory(prefix="pf-sd-", dir=place) as folder:  # short: its sockets are in there
         manager = UserManager(Path(folder))
         try:
             manager.start()
