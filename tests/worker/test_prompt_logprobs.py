@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.worker.random_models import SMALL, Oracle, write_byte_bpe, write_chec
 from worker import LLM, SamplingParams
 from worker.ipc.messages import TokenLogprob
 from worker.runner import prompt_logprobs as scoring
+from worker.runner.step import Launched
 
 PADDING = 3  # rows of the model beyond the tokenizer's, and far likelier than all others
 SHARED = [*range(100, 180)]
@@ -31,16 +33,16 @@ def llm(model: tuple[str, Oracle]) -> Iterator[LLM]:
 
 
 def assert_exact(
-    entries: list[TokenLogprob | None] | None, prompt: list[int], oracle: Oracle, k: int
+    entries: list[TokenLogprob | None] | None, prompt: list[int], oracle: Oracle, k: int, start: int = 0
 ) -> None:
     """log_softmax of the oracle's logits, to 1e-4; ranks and likeliest tokens where they are clear."""
     assert entries is not None
     assert entries[0] is None
-    assert len(entries) == len(prompt)
-    want = torch.log_softmax(oracle.logits(prompt), -1)[:-1]
+    assert len(entries) == len(prompt) - start
+    want = torch.log_softmax(oracle.logits(prompt), -1)[start:-1]
     found = [entry for entry in entries if entry is not None]
-    assert [entry.token_id for entry in found] == prompt[1:]
-    chosen = want.gather(1, torch.tensor(prompt[1:])[:, None])
+    assert [entry.token_id for entry in found] == prompt[start + 1 :]
+    chosen = want.gather(1, torch.tensor(prompt[start + 1 :])[:, None])
     torch.testing.assert_close(torch.tensor([[e.logprob] for e in found]), chosen, atol=1e-4, rtol=0)
     above, below = (want > chosen + 2e-4).sum(1), (want > chosen - 2e-4).sum(1)
     for entry, low, high in zip(found, above.tolist(), below.tolist()):
@@ -65,6 +67,23 @@ def test_chunks_of_several_prompts_at_once(llm: LLM, model: tuple[str, Oracle]) 
             assert result.prompt_logprobs is None
         else:
             assert_exact(result.prompt_logprobs, result.prompt_token_ids, model[1], params.prompt_logprobs)
+
+
+def test_log_probabilities_of_answers(llm: LLM, model: tuple[str, Oracle]) -> None:
+    """As exact as those of prompts, whatever bias and penalties did to the draw."""
+    common = {"max_tokens": 24, "ignore_eos": True, "logprobs": 4, "seed": 1}
+    each = [
+        SamplingParams(**common, temperature=0),
+        SamplingParams(**common, temperature=2.0, top_p=0.9),
+        SamplingParams(**common, temperature=0, repetition_penalty=1.8, frequency_penalty=2.0),
+        SamplingParams(**common, temperature=1.0, logit_bias={7: 100.0}),
+    ]
+    for result in llm.generate(PROMPTS[:4], each):
+        (answer,) = result.outputs
+        tokens = [*result.prompt_token_ids, *answer.token_ids]
+        told = [None] * len(result.prompt_token_ids) + (answer.logprobs or [])
+        start = len(result.prompt_token_ids) - 1
+        assert_exact([None, *told[start + 1 :]], tokens, model[1], 4, start)
 
 
 def test_the_cache_is_not_read_but_filled(llm: LLM, model: tuple[str, Oracle]) -> None:
@@ -172,8 +191,8 @@ def overlap(llm: LLM) -> None:
     runner = engine.runner
     sample = runner.sample
 
-    def keep_last_tokens(launched) -> None:  # type: ignore[no-untyped-def]
-        sample(launched)
+    def keep_last_tokens(launched: Launched, *form: Any) -> None:
+        sample(launched, *form)
         if launched.sampled is not None:
             rows = torch.from_numpy(launched.host.rows[launched.host.sample_rows])
             runner._state.last_tokens[rows] = launched.sampled.tokens.clamp(min=0)
