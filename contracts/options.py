@@ -75,7 +75,7 @@ class WorkerOptions(BaseModel):
     tpot_target_ms: Annotated[float, Field(ge=0, le=60_000)] | None = Field(
         None,
         description="Milliseconds that a step should take while answers grow, which bounds the prompt "
-        "tokens in it; 0: no bound; default: in proportion to steps without prompts.",
+        "tokens in it; 0: no bound; default: CPU in proportion to steps without prompts, GPU no bound.",
     )
     enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
     rope_theta: Annotated[float, Field(gt=0)] | None = Field(

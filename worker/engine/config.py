@@ -67,7 +67,7 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
         page_size=sizes.page_size,
         prefix_cache=options.enable_prefix_caching,
         chunked_prefill=options.enable_chunked_prefill,
-        tpot_target=_tpot_target(options),
+        tpot_target=_tpot_target(options, device),
         enforce_eager=options.enforce_eager,
         vocab_limit=min(vocab_limit or model.vocab_size, model.vocab_size),
         eos_token_ids=frozenset(source.generation.get("eos_token_ids", model.eos_token_ids)),
@@ -101,11 +101,13 @@ def _device(options: WorkerOptions) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _tpot_target(options: WorkerOptions) -> float | None:
+def _tpot_target(options: WorkerOptions, device: torch.device) -> float | None:
     milliseconds = options.tpot_target_ms
     if milliseconds == 0 or not options.enable_chunked_prefill:
         return math.inf
-    return None if milliseconds is None else milliseconds / 1000
+    if milliseconds is None:  # a card takes thousands of tokens in the time that a reader waits for a word
+        return math.inf if device.type == "cuda" else None
+    return milliseconds / 1000
 
 
 def _torch_dtype(name: str) -> torch.dtype:
