@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.worker.fake_engine import MODEL, FakeEngine, in_process, make_state, strict_json
+from tests.worker.chat_templates import QWEN3, text_side
+from tests.worker.fake_engine import INFO, MODEL, FakeEngine, in_process, make_state, say, strict_json
+from worker.server.responses_input import ResponsesRequest
 from worker.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -19,9 +21,11 @@ from worker.server.schemas import (
     GenerateRequest,
     TokenizeRequest,
 )
+from worker.server.text_model import TextModel
 
 ROUTES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}]}),
+    "/v1/responses": (ResponsesRequest, {"input": "Hi"}),
     "/v1/completions": (CompletionRequest, {"prompt": "Hi"}),
     "/generate": (GenerateRequest, {"prompt": "Hi"}),
     "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
@@ -55,6 +59,85 @@ MESSAGES = st.lists(
 )
 
 
+FUNCTION_FIELDS = {
+    "description": SCALARS,
+    "strict": SCALARS,
+    "parameters": st.one_of(
+        NESTED,
+        st.fixed_dictionaries({"type": st.just("object")}, optional={"properties": NESTED, "$defs": NESTED}),
+    ),
+}
+NAMES = st.sampled_from(["f", "g", "h", "a b"])
+FUNCTIONS = st.one_of(
+    st.fixed_dictionaries({"name": NAMES}),
+    st.fixed_dictionaries({"name": NAMES}, optional=FUNCTION_FIELDS),
+)
+KINDS = st.sampled_from(["function"] * 5 + ["web_search"])
+TOOL_CHOICES = st.one_of(
+    st.sampled_from(["auto", "none", "required", "always"]),
+    st.sampled_from([{"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}]),
+    NESTED,
+)
+PARTS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["input_text", "output_text", "text", "input_image"]), "text": TEXT}
+    ),
+    max_size=2,
+)
+ITEM = {
+    "message": {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.one_of(TEXT, PARTS)},
+    "function_call": {"name": TEXT, "call_id": TEXT, "arguments": st.sampled_from(["{}", "[]", "{", ""])},
+    "function_call_output": {"call_id": TEXT, "output": st.one_of(TEXT, PARTS)},
+    "reasoning": {"content": st.lists(st.just({"type": "reasoning_text", "text": "Hm."}), max_size=2)},
+    "item_reference": {},
+}
+ITEMS = st.lists(
+    st.sampled_from(sorted(ITEM)).flatmap(
+        lambda kind: st.fixed_dictionaries({"type": st.just(kind), **ITEM[kind]}, optional={"id": TEXT})
+    ),
+    max_size=4,
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": TEXT}, optional={"arguments": TEXT})},
+        optional={"id": TEXT, "type": KINDS},
+    ),
+    max_size=2,
+)
+TOOL_MESSAGES = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"role": st.just("user"), "content": TEXT}),
+        st.fixed_dictionaries({"role": st.just("tool"), "content": TEXT, "tool_call_id": TEXT}),
+        st.fixed_dictionaries(
+            {"role": st.just("assistant")}, optional={"content": TEXT, "tool_calls": CALLS, "reasoning": TEXT}
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+WITH_TOOLS = {
+    "/v1/chat/completions": st.fixed_dictionaries(
+        {
+            "messages": TOOL_MESSAGES,
+            "tools": st.lists(st.fixed_dictionaries({"type": KINDS, "function": FUNCTIONS}), max_size=2),
+        },
+        optional={"tool_choice": TOOL_CHOICES, "parallel_tool_calls": st.booleans(), "stream": st.booleans()},
+    ),
+    "/v1/responses": st.fixed_dictionaries(
+        {
+            "input": ITEMS,
+            "tools": st.lists(
+                st.builds(lambda kind, function: {"type": kind, **function}, KINDS, FUNCTIONS), max_size=2
+            ),
+        },
+        optional={"tool_choice": TOOL_CHOICES, "parallel_tool_calls": st.booleans(), "stream": st.booleans()},
+    ),
+}
+
+
+SAYS_CALL = say('<think>Hm.</think>Well.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+
+
 def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """A request that is right but for a few fields."""
     schema, right = ROUTES[path]
@@ -66,16 +149,34 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     return changes.map(lambda change: {"model": MODEL, **right, **change})
 
 
-async def ask(path: str, body: bytes) -> None:
+async def ask(path: str, body: bytes, text: TextModel | None = None) -> None:
     engine = FakeEngine(per_step=8)
-    async with asyncio.timeout(20), in_process(make_state(engine)) as client:
-        answer = await client.post(path, content=body)
+    if text is not None:
+        engine.script, engine.info = SAYS_CALL, msgspec.structs.replace(INFO, max_model_len=8192)
+    state = make_state(engine)
+    state.text = text or state.text
+    try:
+        async with asyncio.timeout(60), in_process(state) as client:
+            answer = await client.post(path, content=body)
+    finally:
+        if state.grammars is not None:
+            state.grammars.close()
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         error = strict_json(answer.content)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert len(error["message"]) < 2000, "the message echoes the request"
     assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("path", WITH_TOOLS)
+def test_any_tools_and_items(path: str) -> None:
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(WITH_TOOLS[path])
+    def check(body: dict[str, Any]) -> None:
+        asyncio.run(ask(path, json.dumps({"model": MODEL, **body}).encode(), text_side(QWEN3)))
+
+    check()
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -28,7 +28,7 @@ async def render_chat(
 ) -> str:
     """The prompt of a chat. ApiError 400 when it can't become one; `param`: the field that has it."""
     if not messages:
-        raise bad_request("messages is empty: at least one message is needed", "messages")
+        raise bad_request(f"{param} is empty: at least one message is needed", param)
     if len(messages) > MAX_MESSAGES:
         raise bad_request(f"messages may hold at most {MAX_MESSAGES} messages", "messages")
     _check_parts(messages)
