@@ -3,8 +3,8 @@
     python -m bench.long_prompt_gap --out bench/results/long_prompt_gap.json
     python -m bench.long_prompt_gap --device cuda --out bench/results/long_prompt_gap_h200.json
 
-A worker with random weights, once as it is by default and once without a bound on what prompts add to a step
-(`--tpot-target-ms 0`). The streams decode for a while alone; then the prompt comes and asks for one token. A
+A worker with random weights, once with a bound on what prompts add to a step (a CPU's default; on a GPU
+`--tpot-target-ms 10`) and once without. The streams decode for a while alone; then the prompt comes and asks for one token. A
 gap is the time between two pieces of a stream as the client gets them. Aim: while the prompt is computed the
 worst gap of all streams is at most three times the median gap of the streams alone.
 """
@@ -34,6 +34,7 @@ MODELS = Path(__file__).parent / "models"
 SHAPES = {"cpu": MODELS / "small-long.json", "cuda": MODELS / "qwen2-7b.json"}
 STREAMS, PROMPT, LONG = 8, 64, 30_000
 ALONE = 200  # tokens of each stream before the prompt comes
+BOUND = {"cpu": [], "cuda": ["--tpot-target-ms=10"]}
 AIM = 3.0
 
 
@@ -139,19 +140,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--options", nargs="*", default=[], help="further flags of the worker, without --")
     parser.add_argument(
-        "--ways", nargs="+", choices=("default", "unbounded"), default=["default", "unbounded"]
+        "--ways", nargs="+", choices=("bounded", "unbounded"), default=["bounded", "unbounded"]
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     options = [f"--{option}" for option in given.options]
-    ways = {"default": options, "unbounded": [*options, "--tpot-target-ms=0"]}
+    ways = {"bounded": [*options, *BOUND[given.device]], "unbounded": [*options, "--tpot-target-ms=0"]}
     result: dict[str, Any] = {"machine": machine.describe(), "model": SHAPES[given.device].name}
     result |= {"streams": STREAMS, "prompt_tokens": LONG, "threads": given.threads}
     for way in given.ways:
         with worker(SHAPES[given.device], given.device, given.threads, *ways[way]) as path:
             result[way] = asyncio.run(measure(path))
-    if "default" in result:
-        result["met"] = result["default"]["worst_of_median_alone"] <= AIM
+    if "bounded" in result:
+        result["met"] = result["bounded"]["worst_of_median_alone"] <= AIM
     machine.publish(result, given.out)
 
 
