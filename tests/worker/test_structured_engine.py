@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -283,3 +284,16 @@ def test_without_a_tokenizer_there_are_no_forms(folder: Path, tmp_path: Path) ->
         pytest.raises((RuntimeError, GrammarError), match="no tokenizer"),
     ):
         llm.generate([[1, 2]], drawn(CODE))
+
+
+def test_a_closed_engine_leaves_no_threads(folder: Path) -> None:
+    before = set(threading.enumerate())
+    with LLM(str(folder), **OPTIONS) as llm:
+        llm.generate(PROMPTS, drawn(CODE))
+        started = set(threading.enumerate()) - before
+        assert started
+    give_up = time.monotonic() + DEADLINE
+    while any(thread.is_alive() for thread in started):
+        assert time.monotonic() < give_up
+        gc.collect()
+        time.sleep(0.05)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -41,18 +43,13 @@ class Grammars:
     def __init__(
         self, source: ModelSource, tokenizer: str | None, eos_token_ids: frozenset[int], threads: int
     ) -> None:
-        self._source, self._tokenizer = source, tokenizer
-        self._eos_token_ids = eos_token_ids
+        self._workshop = _Workshop(source, tokenizer, eos_token_ids)
+        weakref.finalize(self, self._workshop.close)
         self._mask_threads = min(threads, _MASK_THREADS)
-        self._loading = threading.Lock()
-        self._table: LLTokenizer | None = None
         self._ends: frozenset[int] = frozenset()
         self._writer: MaskWriter | None = None
         self._known: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()  # the last used last
         self._waiting: dict[StructuredOutputs, list[Request]] = {}
-        self._jobs: queue.SimpleQueue[StructuredOutputs] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
-        self._started = 0
 
     @staticmethod
     def needed(request: Request) -> bool:
@@ -72,8 +69,7 @@ class Grammars:
             self._constrain(request, form)
             return True
         if form not in self._waiting:
-            self._start_thread()
-            self._jobs.put(form)
+            self._workshop.order(form)
         self._waiting.setdefault(form, []).append(request)
         return False
 
@@ -94,7 +90,7 @@ class Grammars:
         found: list[tuple[Request, str]] = []
         while True:
             try:
-                form, matcher, error = self._done.get(timeout=wait) if wait else self._done.get_nowait()
+                form, matcher, error = self._workshop.collect(wait)
             except queue.Empty:
                 return found
             wait = 0.0
@@ -123,41 +119,49 @@ class Grammars:
 
     def prepare(self) -> None:
         """Load the tokenizer on a thread, before the first form comes."""
-        threading.Thread(target=self._token_table, daemon=True).start()
+        threading.Thread(target=self._workshop.prepare, daemon=True).start()
 
     # ---- inside
 
     def _constrain(self, request: Request, form: StructuredOutputs) -> None:
         self._known.move_to_end(form)
         if self._writer is None:
-            assert self._table is not None
-            self._ends = frozenset(self._table.eos_tokens)
-            self._writer = MaskWriter(self._table.vocab_size, self._ends, self._mask_threads)
+            table = self._workshop.token_table()
+            self._ends = frozenset(table.eos_tokens)
+            self._writer = MaskWriter(table.vocab_size, self._ends, self._mask_threads)
         keep_on = _ENDLESS if request.params.ignore_eos else request.params.min_tokens
         request.constraint = Constraint(self._known[form].deep_copy(), self._ends, keep_on)
 
-    def _start_thread(self) -> None:
-        if self._started < _THREADS:
-            self._started += 1
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                threading.Thread(target=self._work, daemon=True).start()
-            finally:
-                threading.stack_size(before)
 
-    def _work(self) -> None:
-        while True:
-            form = self._jobs.get()
-            try:
-                matcher = compile_matcher(self._token_table(), form)
-            except (GrammarError, TokenizerError) as error:
-                self._done.put((form, None, str(error)))
-            except Exception as error:
-                self._done.put((form, None, f"it can't be compiled: {type(error).__name__}"))
-            else:
-                self._done.put((form, matcher, ""))
+class _Workshop:
+    """Threads that compile forms, and what they need. They end when it is closed."""
 
-    def _token_table(self) -> LLTokenizer:
+    def __init__(self, source: ModelSource, tokenizer: str | None, eos_token_ids: frozenset[int]) -> None:
+        self._source, self._tokenizer, self._eos_token_ids = source, tokenizer, eos_token_ids
+        self._loading = threading.Lock()
+        self._table: LLTokenizer | None = None
+        self._jobs: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self._threads = 0
+
+    def order(self, form: StructuredOutputs) -> None:
+        """Have a form compiled."""
+        self._jobs.put(form)
+        if self._threads == _THREADS:
+            return
+        self._threads += 1
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=self._work, daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    def collect(self, wait: float) -> Compiled:
+        """The next that is done; queue.Empty after `wait` seconds."""
+        return self._done.get(timeout=wait) if wait else self._done.get_nowait()
+
+    def token_table(self) -> LLTokenizer:
+        """Of the model's tokenizer, loaded when first asked for. Raises GrammarError, TokenizerError."""
         with self._loading:
             if self._table is None:
                 tokenizer = Tokenizer.from_source(self._source, self._tokenizer)
@@ -165,3 +169,23 @@ class Grammars:
                     raise GrammarError("this model has no tokenizer, and structured output needs one")
                 self._table = token_table(tokenizer, self._eos_token_ids)
             return self._table
+
+    def prepare(self) -> None:
+        """Load the tokenizer; what is wrong with it is said when a form comes."""
+        with contextlib.suppress(GrammarError, TokenizerError):
+            self.token_table()
+
+    def close(self) -> None:
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (form := self._jobs.get()) is not None:
+            try:
+                matcher = compile_matcher(self.token_table(), form)
+            except (GrammarError, TokenizerError) as error:
+                self._done.put((form, None, str(error)))
+            except Exception as error:
+                self._done.put((form, None, f"it can't be compiled: {type(error).__name__}"))
+            else:
+                self._done.put((form, matcher, ""))

@@ -58,6 +58,7 @@ def readable(error: str) -> str:
     if error.startswith("NoExtension"):
         return _NOTHING_MATCHES
     text = error.removesuffix("\n<non-verbose/>").strip()
+    text = text.replace("Unimplemented keys:", "keywords that can't be enforced:")
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]} ..."
 
 
