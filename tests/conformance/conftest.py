@@ -110,6 +110,7 @@ def worker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "model": str(demo_model),
         "served-model-name": MODEL,
         "max-model-len": str(MAX_MODEL_LEN),
+        "tool-call-parser": "hermes",  # the model's template has no place for tools
         "kv-cache-memory-bytes": "128MiB",
         # On a machine that others use as well, two threads wait for each other more than they help.
         "threads": "1",

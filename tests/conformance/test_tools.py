@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
+
+from tests.conformance.conftest import MODEL
 
 PARAMETERS = {
     "type": "object",
@@ -130,6 +133,46 @@ def test_parsed_arguments(scripted: OpenAI) -> None:
     calls = answer.choices[0].message.tool_calls
     assert calls
     assert calls[0].function.parsed_arguments == json.loads(COLOGNE)
+
+
+FORCED: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["c", "f"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_real_model_calls_what_it_must(client: OpenAI, stream: bool) -> None:
+    api: Any = client.chat.completions
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [FORCED, TOOLS[1]],
+        "tool_choice": "required" if stream else {"type": "function", "function": {"name": "get_weather"}},
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "max_tokens": 150,
+        "seed": 1,
+    }
+    if stream:
+        with api.stream(**asked) as chunks:
+            answer = chunks.get_final_completion()
+    else:
+        answer = api.create(**asked)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    ((name, arguments),) = calls_of(answer)
+    schemas = {"get_weather": FORCED["function"]["parameters"], "now": {"additionalProperties": False}}
+    jsonschema.validate(json.loads(arguments), schemas[name])
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ async def ask(path: str, body: bytes, text: TextModel | None = None) -> None:
 
 @pytest.mark.parametrize("path", WITH_TOOLS)
 def test_any_tools_and_items(path: str) -> None:
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(WITH_TOOLS[path])
     def check(body: dict[str, Any]) -> None:
         asyncio.run(ask(path, json.dumps({"model": MODEL, **body}).encode(), text_side(QWEN3)))
