@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes sure that redis-server, nginx and systemd, which some tests start for themselves (systemd as a manager of
-# their own user, not of the machine), are installed. Where they can't be, one line says so, and those tests are skipped (or fail, with PAGEFLEET_FORBID_SKIP=1).
+# Makes sure that redis-server, nginx, systemd and Node.js, which some tests start for themselves (systemd as a
+# manager of their own user, not of the machine), are installed. Where they can't be, one line says so, and those tests are skipped (or fail, with PAGEFLEET_FORBID_SKIP=1).
 set -u
 
-declare -A packages=([redis-server]=redis-server [nginx]=nginx-light [systemctl]=systemd)
+declare -A packages=([redis-server]=redis-server [nginx]=nginx-light [systemctl]=systemd [node]=nodejs [npm]=npm)
 missing=()
-for program in redis-server nginx systemctl; do
+for program in redis-server nginx systemctl node npm; do
     command -v "$program" >/dev/null || [ -x "/usr/sbin/$program" ] || missing+=("${packages[$program]}")
 done
 [ ${#missing[@]} -eq 0 ] && exit 0

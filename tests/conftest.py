@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -70,6 +70,9 @@ def pytest_sessionfinish() -> None:
             shutil.rmtree(link.parent, ignore_errors=True)
 
 
+_PROGRAMS = (("redis", "redis-server"), ("nginx", "nginx"), ("systemd", "systemctl"), ("node", "npm"))
+
+
 def _missing(item: pytest.Item) -> str | None:
     if item.get_closest_marker("gpu"):
         import torch
@@ -78,10 +81,17 @@ def _missing(item: pytest.Item) -> str | None:
             return "no CUDA device"
     if item.get_closest_marker("model") and not DEMO_MODEL.exists():
         return f"no demo model at {DEMO_MODEL}; `make model` fetches it"
-    for marker, program in (("redis", "redis-server"), ("nginx", "nginx"), ("systemd", "systemctl")):
+    for marker, program in _PROGRAMS:
         if item.get_closest_marker(marker) and shutil.which(program) is None:
             return f"{program} is not installed"
     return None
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Ends a test for want of what this machine lacks."""
+    if os.environ.get("PAGEFLEET_FORBID_SKIP"):
+        pytest.fail(f"skipping is forbidden here: {reason}")
+    pytest.skip(reason)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,6 +24,7 @@ from worker.server.schemas import (
 )
 from worker.server.state import ServerState
 from worker.server.structured import check_form, form_field
+from worker.server.tools import chat_tools, tool_use
 
 
 async def generate(state: ServerState, exchange: Exchange) -> None:
@@ -122,10 +123,12 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
         prompt = await render_chat(
             text,
             request.messages,
+            tools=tool_use(chat_tools(request.tools), None, None),
             add_generation_prompt=request.add_generation_prompt is not False,
             variables=template_variables(request.chat_template_kwargs),
         )
-        tokens = await text.encode(prompt, param="messages", add_special_tokens=False, limit=limit)
+        special = request.add_special_tokens is True  # the template has put them there already
+        tokens = await text.encode(prompt, param="messages", add_special_tokens=special, limit=limit)
     elif request.prompt is not None:
         tokens = await text.encode(
             request.prompt,
