@@ -154,3 +154,37 @@ def test_storm_of_aborts_leaves_every_page_free(cpu: LLM, source: str):
         while engine.has_work:
             engine.step()
         assert engine.check_integrity() == ""
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_prompt_logprobs_and_bad_words_with_steps_in_flight(
+    cpu: LLM, source: str, enforce_eager: bool
+) -> None:
+    """As on the CPU, which never overlaps steps; by graphs, in chunks, with few pages."""
+    rng = random.Random(9)
+    prompts = [[rng.randrange(1, 2000) for _ in range(rng.randrange(20, 200))] for _ in range(24)]
+    plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    said = [result.outputs[0].token_ids for result in cpu.generate(prompts, plain)]
+    banned = [((t[4], t[5]), (t[10], t[11], t[12])) for t in said]
+    each = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=30,
+            ignore_eos=True,
+            prompt_logprobs=i % 4 if i % 3 else None,
+            bad_words_token_ids=banned[i] if i % 2 else (),
+        )
+        for i in range(len(prompts))
+    ]
+    want = cpu.generate(prompts, each)
+    options = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 200}
+    with on_gpu(cpu, source, enforce_eager=enforce_eager, **options) as llm:
+        for found, expected, params in zip(llm.generate(prompts, each), want, each):
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+            if params.prompt_logprobs is None:
+                continue
+            for mine, theirs in zip(found.prompt_logprobs or (), expected.prompt_logprobs or (), strict=True):
+                assert (mine is None) == (theirs is None)
+                if mine is not None and theirs is not None:
+                    assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert llm.check_integrity() == ""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+from tests.worker.overlapped import overlap_steps
 from tests.worker.random_models import SMALL, Oracle, write_byte_bpe, write_checkpoint
 from worker import LLM, SamplingParams
 from worker.ipc.messages import TokenLogprob
 from worker.runner import prompt_logprobs as scoring
-from worker.runner.step import Launched
 
 PADDING = 3  # rows of the model beyond the tokenizer's, and far likelier than all others
 SHARED = [*range(100, 180)]
@@ -134,7 +133,7 @@ def test_two_steps_in_flight(model: tuple[str, Oracle]) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=2)
     with LLM(model[0], num_gpu_blocks_override=22, max_num_batched_tokens=32, threads=1) as few:
         want = few.generate(PROMPTS, params)
-        overlap(few)
+        overlap_steps(few)
         results = few.generate(PROMPTS, params)
         assert few.stats.preemptions > 0
         assert few.check_integrity() == ""
@@ -182,19 +181,3 @@ def test_several_answers_tell_it_once(llm: LLM, model: tuple[str, Oracle]) -> No
 def test_bounds(fields: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SamplingParams(**fields)
-
-
-def overlap(llm: LLM) -> None:
-    """Have the engine launch steps before it has read the one before, as it does on a GPU."""
-    engine = llm._engine
-    engine._depth = 2
-    runner = engine.runner
-    sample = runner.sample
-
-    def keep_last_tokens(launched: Launched, *form: Any) -> None:
-        sample(launched, *form)
-        if launched.sampled is not None:
-            rows = torch.from_numpy(launched.host.rows[launched.host.sample_rows])
-            runner._state.last_tokens[rows] = launched.sampled.tokens.clamp(min=0)
-
-    runner.sample = keep_last_tokens  # type: ignore[method-assign]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor
 
+from tests.worker.overlapped import overlap_steps
+from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
+from worker import LLM
 from worker.ipc.messages import EngineRequest
 from worker.params import SamplingParams
 from worker.request import Request
@@ -123,6 +127,29 @@ def test_overlapped_steps_never_bring_a_bad_word():
             assert not ends(word, output)
             tempted[word] += len(ends(word[:-1], output))
     assert min(tempted.values()) > 5
+
+
+def test_an_engine_with_two_steps_in_flight(tmp_path: Path) -> None:
+    """What a model says by itself, banned in pieces of two and three tokens, on and off."""
+    write_checkpoint(tmp_path, "llama", SMALL, write_byte_bpe(tmp_path))
+    prompts = [[*range(20 + i, 60 + 2 * i)] for i in range(8)]
+    with LLM(str(tmp_path), kv_cache_memory_bytes="32MiB", max_num_batched_tokens=64, threads=1) as llm:
+
+        def generate(banned: list[tuple[tuple[int, ...], ...]]) -> list[list[int]]:
+            each = [
+                SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, bad_words_token_ids=words)
+                for words in banned
+            ]
+            return [result.outputs[0].token_ids for result in llm.generate(prompts, each)]
+
+        said = generate([()] * len(prompts))
+        banned = [((*t[4:6],), (*t[10:13],), (t[20],)) if i % 4 else () for i, t in enumerate(said)]
+        want = generate(banned)
+        overlap_steps(llm)
+        assert generate(banned) == want
+    for before, after, words in zip(said, want, banned):
+        assert (before == after) == (not words)
+        assert not any(ends(word, after) for word in words)
 
 
 def ends(word: tuple[int, ...], output: list[int]) -> list[int]:
