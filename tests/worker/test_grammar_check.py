@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
 import pytest
 
+from worker.grammar import check
 from worker.grammar.check import CheckerBusy, GrammarChecker
 from worker.grammar.checker import Settings
 from worker.grammar.compiling import MAX_GBNF, GrammarError
@@ -125,6 +127,18 @@ async def test_a_process_that_died_is_replaced(checker: GrammarChecker) -> None:
     assert checker._process is not None
     checker._process.kill()
     assert "too much time" in await problem(checker, regex="b")
+    assert await problem(checker, regex="c") == ""
+
+
+async def test_a_process_that_hangs_is_replaced(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await problem(checker, regex="a") == ""
+    assert checker._process is not None
+    checker._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(check, "_LONGEST", 0.2)
+    assert "too much time" in await problem(checker, regex="b")
+    monkeypatch.undo()
     assert await problem(checker, regex="c") == ""
 
 

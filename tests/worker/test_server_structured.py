@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.worker.fake_engine import MODEL, FakeEngine, in_process, make_state
+from worker.ipc.client import RequestStream
+from worker.ipc.messages import EngineRequest, RequestOutput
 from worker.params import MAX_CHOICES, MAX_GRAMMAR, MAX_REGEX, MAX_SCHEMA, StructuredOutputs
 from worker.server.state import ServerState
 
@@ -153,3 +155,19 @@ async def test_a_model_without_a_tokenizer_can_have_no_form() -> None:
         response = await client.post("/v1/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "guided_regex"
+
+
+async def test_what_only_the_engine_finds_is_a_400_too(state: ServerState) -> None:
+    class Refusing(FakeEngine):
+        def submit(self, request: EngineRequest) -> RequestStream:
+            stream = RequestStream()
+            reason = "structured output: it can't be compiled"
+            stream.put(
+                RequestOutput(request.request_id, [], finish_reason="error", error=reason, refused=True)
+            )
+            return stream
+
+    state.engine = Refusing()
+    response = await post(state, "/v1/completions", guided_regex="a")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "structured output: it can't be compiled"

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import select
 import subprocess
 import sys
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from worker.params import StructuredOutputs
 
 _REMEMBERED = 1024  # verdicts
 _MOST_WAITING = 64  # checks at a time; one runs
+_LONGEST = 120.0  # seconds for an answer, on whatever machine; the kernel's limits are those that count
 _TOO_MUCH = "it takes too much time or memory to compile; make it smaller or simpler"
 
 
@@ -78,6 +80,10 @@ class GrammarChecker:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line + b"\n")
             process.stdin.flush()
+            answers = select.poll()  # not select.select: a busy server has more than 1024 descriptors
+            answers.register(process.stdout, select.POLLIN)
+            if not answers.poll(_LONGEST * 1000):
+                process.kill()
             answer = process.stdout.readline()
         if answer:
             return str(json.loads(answer))
