@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,6 @@ from gateway.usage.record import inert
 EXIT_STILL_RUNNING = 3
 DEFAULT_STATE_DIR = ".pagefleet"
 ANSWER_WITHIN = 180.0  # seconds; some questions take a look at the sizes of models
-_NONE_UP = "no fleet is up in {root}; `pagefleet up FILE` starts one, --state-dir names another"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,6 +103,29 @@ def _with_state_dir(file_flags: tuple[str, ...], command: Callable[P, None]) -> 
     return wrapped
 
 
+def why_unreachable(state: StateDir, error: Exception) -> str:
+    """What a person can do where no supervisor has answered."""
+    if isinstance(error, httpx.ReadTimeout):
+        return f"the supervisor in {state.root} hasn't answered in time; it goes on with what it was asked"
+    if _is_denied(state):
+        return f"the fleet in {state.root} is another user's, who alone may ask it (sudo -u USER)"
+    return _none_up(state)
+
+
+def _none_up(state: StateDir) -> str:
+    return f"no fleet is up in {state.root}; `pagefleet up FILE` starts one, --state-dir names another"
+
+
+def _is_denied(state: StateDir) -> bool:
+    try:
+        os.stat(state.admin_socket)
+        return not os.access(state.admin_socket, os.W_OK)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
 def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | None:
     """The supervisor's answer, None when no supervisor is up there."""
     # Certificates, which aren't needed, take long to load.
@@ -111,7 +134,9 @@ def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | Non
         try:
             response = client.request(method, path)
             return msgspec.json.decode(response.content, type=FleetStatus)
-        except (httpx.TransportError, OSError):
+        except (httpx.TransportError, OSError) as error:
+            if isinstance(error, httpx.ConnectError) and _is_denied(state):
+                fail(why_unreachable(state, error))
             return None
         except msgspec.MsgspecError:
             fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
@@ -123,12 +148,12 @@ def call_supervisor(state: StateDir, method: str, path: str, kind: type[T], cont
     with httpx.Client(transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN) as client:
         try:
             response = client.request(method, path, content=content)
-        except (httpx.HTTPError, OSError):
-            fail(_NONE_UP.format(root=state.root))
+        except (httpx.HTTPError, OSError) as error:
+            fail(why_unreachable(state, error))
     try:
         if response.status_code >= 400:
-            error = msgspec.json.decode(response.content, type=_Refusal).error
-            fail(error.message, error.exit_code)
+            refusal = msgspec.json.decode(response.content, type=_Refusal).error
+            fail(refusal.message, refusal.exit_code)
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError:
         fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
@@ -142,5 +167,5 @@ def require_fleet(state: StateDir) -> FleetStatus:
     """The fleet's status; ends the command when none is up."""
     status = ask_supervisor(state, "GET", "/status")
     if status is None:
-        fail(_NONE_UP.format(root=state.root))
+        fail(_none_up(state))
     return status

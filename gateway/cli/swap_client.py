@@ -8,6 +8,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from gateway.cli.common import why_unreachable
 from gateway.fleet.driver.asked import Plan, StartRequest
 from gateway.fleet.driver.routes import Failure, RolloutStatus
 from gateway.fleet.errors import EXIT_FAILED
@@ -79,15 +80,12 @@ class Swaps:
         content = None if body is None else msgspec.json.encode(body)
         try:
             response = self._client.request(method, path, content=content)
-        except (httpx.HTTPError, OSError):
-            raise Unreachable(
-                f"no fleet is up in {self._state.root}; `pagefleet up FILE` starts one, "
-                "--state-dir names another"
-            ) from None
+        except (httpx.HTTPError, OSError) as error:
+            raise Unreachable(why_unreachable(self._state, error)) from None
         try:
             if response.status_code >= 400:
-                error = msgspec.json.decode(response.content, type=_Refusal).error
-                raise SwapRefused(error.message, error.exit_code)
+                refusal = msgspec.json.decode(response.content, type=_Refusal).error
+                raise SwapRefused(refusal.message, refusal.exit_code)
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError:
             raise SwapRefused(
@@ -96,4 +94,6 @@ class Swaps:
 
 
 def _path(model: str) -> str:
-    return f"/rollouts/{quote(model, safe='/')}"
+    """Whatever somebody writes is a name in there: `..` would lead to other endpoints."""
+    parts = quote(model, safe="/").split("/")
+    return "/".join(["/rollouts", *("%2E" * len(part) if part in (".", "..") else part for part in parts)])

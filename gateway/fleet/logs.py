@@ -9,6 +9,7 @@ from pathlib import Path
 ROTATE_AT = 16 * 1024**2
 KEEP = 3
 _TAIL_BYTES = 64 * 1024
+_LONGEST = 400  # characters of a line that is shown elsewhere
 
 
 def open_log(path: Path) -> int:
@@ -33,6 +34,18 @@ def rotate(path: Path, limit: int = ROTATE_AT, keep: int = KEEP) -> bool:
     shutil.copyfile(path, path.with_name(f"{path.name}.1"))
     os.truncate(path, 0)
     return True
+
+
+def inert(line: str) -> str:
+    """A line for people, bounded and without what a terminal would obey: a file may have put it there."""
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+    return line if line.isprintable() else "".join(map(_shown, line))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or character == "\t":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def tail(path: Path, lines: int, start: int = 0) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.fleet.backends.base import Backend, Found, Process, Role
 from gateway.fleet.commands import is_as_good
-from gateway.fleet.logs import tail
+from gateway.fleet.logs import inert, tail
 from gateway.fleet.oom import OomWatch
 from gateway.fleet.probes import Probe, Progress, WrongProcess
 from gateway.fleet.restart import RestartPolicy
@@ -189,7 +189,7 @@ class Unit:
                 delay = None
             elif not end.orderly:
                 delay = None if end.fatal else self._policy.after_crash(now, now - ready_at)
-            words = tuple(tail(self._spec.log, _LAST_WORDS, self._log_start))
+            words = tuple(map(inert, tail(self._spec.log, _LAST_WORDS, self._log_start)))
             reason = _in_its_words(end, words)
             self._set(
                 state="failed" if delay is None else "backoff",
@@ -289,7 +289,7 @@ class Unit:
             if progress is not None and progress.ready:
                 return None
             if progress is not None and progress.failure is not None:
-                failure = progress.failure
+                failure = inert(progress.failure)
             elif progress is not None and progress != last:
                 last, moved_at = progress, time.monotonic()
                 self._set(phase=progress.phase, done=progress.done, total=progress.total)

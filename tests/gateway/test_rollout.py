@@ -402,7 +402,18 @@ def test_without_a_rollout_there_is_nothing_to_command(asked: e.Command):
 
 
 @pytest.mark.parametrize(
-    "steps", [(), (0, 100), (50,), (100, 100), (5, 101), (float("nan"), 100), (-5, 100), (0.001, 100)]
+    "steps",
+    [
+        (),
+        (0, 100),
+        (50,),
+        (100, 100),
+        (5, 101),
+        (float("nan"), 100),
+        (-5, 100),
+        (0.001, 100),
+        tuple(n / 2 for n in range(1, 201)),
+    ],
 )
 def test_bad_steps(steps: tuple[float, ...]):
     assert Options(steps=steps).problems()

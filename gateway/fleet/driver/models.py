@@ -77,10 +77,14 @@ class Models:
         """By its name alone."""
         return self._models.get(name or "")
 
+    def has(self, name: str) -> bool:
+        """By its name or an alias."""
+        return any(name in (model.entry.name, *model.entry.aliases) for model in self)
+
     def named(self, name: str) -> Model:
         """By its name or an alias. SwapError when there is none."""
-        for model in self._models.values():
-            if name == model.entry.name or name in model.entry.aliases:
+        for model in self:
+            if name in (model.entry.name, *model.entry.aliases):
                 return model
         known = ", ".join(self._models)
         raise SwapError(f"the fleet has no model '{name}'; it has {known}", EXIT_INVALID)

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from gateway.fleet.driver.asked import StartRequest, SwapError
 from gateway.fleet.driver.rollouts import Rollouts
-from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_INVALID
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_FAILED, EXIT_INVALID
 from gateway.fleet.rollout import Rollout
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.commands import EXIT_MISFIT
@@ -70,7 +70,8 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
             revision, wait = int(query["revision"]), float(query.get("wait", 0))
         except ValueError:
             raise SwapError("revision and wait must be numbers", EXIT_INVALID) from None
-        return json_response(_told(await rollouts.wait(name, revision, min(wait, LONGEST_WAIT))))
+        wait = min(wait, LONGEST_WAIT) if wait > 0 else 0.0  # also of NaN
+        return json_response(_told(await rollouts.wait(name, revision, wait)))
 
     async def show_all(_: Request) -> Response:
         return json_response([_told(rollout) for rollout in rollouts.all()])
@@ -85,25 +86,43 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
         "abort": commanded(lambda _: e.Abort()),
         "undo": undo,
     }
+
+    def unless_it_is_a_name(word: str, handler: Handler, otherwise: Handler) -> Handler:
+        """A model's name may end as a command does."""
+
+        async def handle(request: Request) -> Response:
+            whole = f"{request.path_params['model']}/{word}"
+            if not rollouts.models.has(whole):
+                return await handler(request)
+            request.path_params["model"] = whole
+            return await otherwise(request)
+
+        return refusable(handle)
+
     model = "/rollouts/{model:path}"
     return [
         Route("/rollouts", refusable(show_all), methods=["GET"]),
-        Route(f"{model}/history", refusable(history), methods=["GET"]),
-        *(Route(f"{model}/{name}", refusable(do), methods=["POST"]) for name, do in commands.items()),
+        Route(f"{model}/history", unless_it_is_a_name("history", history, show), methods=["GET"]),
+        *(
+            Route(f"{model}/{name}", unless_it_is_a_name(name, do, start), methods=["POST"])
+            for name, do in commands.items()
+        ),
         Route(model, refusable(start), methods=["POST"]),
         Route(model, refusable(show), methods=["GET"]),
     ]
 
 
 def refusable(handler: Handler) -> Handler:
-    """Answers a SwapError as `{"error": Failure}`."""
+    """Answers a SwapError as `{"error": Failure}`, and so what can't be read or written."""
 
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except SwapError as error:
             failure = Failure(message=str(error), exit_code=error.exit_code)
-            return json_response({"error": failure}, _STATUS.get(error.exit_code, 500))
+        except OSError as error:
+            failure = Failure(message=f"{error.filename}: {error.strerror}", exit_code=EXIT_FAILED)
+        return json_response({"error": failure}, _STATUS.get(failure.exit_code, 500))
 
     return answer
 

@@ -45,6 +45,9 @@ EXIT_CODES: dict[Outcome, int] = {
 }
 
 
+MOST_STEPS = 100
+
+
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """A model's weights and how they run: `worker` are the options that are set, by the fleet file or
     `--set`."""
@@ -71,6 +74,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             found.append(
                 "steps must be ascending percentages from 0.01 % on, the last one 100 %, as in 5%,25%,100%"
             )
+        if len(self.steps) > MOST_STEPS:
+            found.append(f"{len(self.steps)} steps are too many; {MOST_STEPS} are the most")
         if not 0 <= self.hold < float("inf"):
             found.append("hold must be a time of 0 s or more, as in 2m")
         if not 0 <= self.drain_limit < float("inf"):
