@@ -4,9 +4,9 @@
     python -m bench.long_prompt_gap --device cuda --out bench/results/long_prompt_gap_h200.json
 
 A worker with random weights, once with a bound on what prompts add to a step (a CPU's default; on a GPU
-`--tpot-target-ms 10`) and once without. The streams decode for a while alone; then the prompt comes and asks for one token. A
-gap is the time between two pieces of a stream as the client gets them. Aim: while the prompt is computed the
-worst gap of all streams is at most three times the median gap of the streams alone.
+`--tpot-target-ms 10`) and once without. The streams decode for a while alone; then the prompt comes and asks
+for one token. A gap is the time between two pieces of a stream as the client gets them. Aim: while the prompt
+is computed the worst gap of all streams is at most three times the median gap of the streams alone.
 """
 
 from __future__ import annotations
