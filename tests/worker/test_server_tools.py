@@ -28,6 +28,7 @@ from tests.worker.fake_engine import (
 from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE
 from worker.server.state import ServerState
 from worker.text.calls import CALL_FORMATS
+from worker.text.template import ChatTemplate
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {
@@ -530,3 +531,15 @@ async def test_models_can_be_told_of_tools_where_the_template_has_no_place() -> 
     assert tokenizer
     plain = tokenizer.decode(engine_of(state).submitted[1].prompt_token_ids, skip_special_tokens=False)
     assert plain.startswith("<|im_start|>user\n")
+
+
+async def test_a_template_of_its_own_for_chats_with_tools() -> None:
+    state = worker(CALL, "{{ messages[-1].content }}{{ '(plain)' }}")
+    assert state.text
+    state.text.tool_template = ChatTemplate(chat_templates.QWEN25)
+    state.text.calls = CALL_FORMATS["hermes"]
+    (choice,) = (await chat(state, tools=TOOLS))["choices"]
+    assert plain_calls(choice["message"]) == [("get_weather", COLOGNE)]
+    assert "# Tools" in prompt_of(state)
+    await chat(state)
+    assert engine_of(state).submitted[1].prompt_token_ids[-7:] == list(b"(plain)")

@@ -254,9 +254,14 @@ def test_directory_end_tokens_and_template(tmp_path: Path) -> None:
     assert loaded.chat_template == "from config"
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     write_directory(tmp_path, byte_level(), chat_template=named)
-    assert Tokenizer.from_path(tmp_path).chat_template == "plain"
+    loaded = Tokenizer.from_path(tmp_path)
+    assert (loaded.chat_template, loaded.tool_template) == ("plain", "tools")
     (tmp_path / "chat_template.jinja").write_text("from file")
-    assert Tokenizer.from_path(tmp_path).chat_template == "from file"
+    loaded = Tokenizer.from_path(tmp_path)
+    assert (loaded.chat_template, loaded.tool_template) == ("from file", None)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools in a file")
+    assert Tokenizer.from_path(tmp_path).tool_template == "tools in a file"
 
 
 def test_source_decides_and_tokenizer_overrides(tmp_path: Path) -> None:
@@ -319,3 +324,9 @@ def test_other_threads_run_while_a_long_text_is_tokenized(demo_model: Path) -> N
     done.set()
     watcher.join()
     assert max(gaps) < took / 2
+
+
+def test_gguf_may_have_a_template_for_tools() -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    tokenizer = Tokenizer(tokenizer_from_gguf({**byte_level_metadata(), **templates}))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "tools")

@@ -58,7 +58,7 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 
 def _check_that_tools_show(text: TextModel, tools: ToolUse) -> None:
-    if text.template is not None and text.template.tools is None and not text.tells_of_tools:
+    if text.template is not None and not (text.shows_tools or text.tells_of_tools):
         raise bad_request(
             "This model's chat template has no place for tools; start the worker with a --chat-template that "
             "has, or with --tool-call-parser hermes to tell the model of them, or leave tools out.",

@@ -29,12 +29,14 @@ class TextModel:
     """Text to prompts. Without a tokenizer (random weights) the model takes and gives token ids only.
 
     calls, reasoning: how the model writes tool calls and reasoning; None: it does not, or nobody knows how.
+    tool_template: the one for chats with tools; None: the same.
     """
 
     tokenizer: Tokenizer | None
     template: ChatTemplate | None = None
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
+    tool_template: ChatTemplate | None = None
     longest_token: int = field(init=False)  # bytes of the longest vocabulary entry
 
     def __post_init__(self) -> None:
@@ -51,19 +53,29 @@ class TextModel:
         if tokenizer is None:
             return cls(None)
         text = _read(config.chat_template) if config.chat_template else tokenizer.chat_template
-        template = ChatTemplate(text, tokenizer.bos_token, tokenizer.eos_token) if text else None
+        tool_text = None if config.chat_template else tokenizer.tool_template
+
+        def compiled(text: str | None) -> ChatTemplate | None:
+            return ChatTemplate(text, tokenizer.bos_token, tokenizer.eos_token) if text else None
+
         return cls(
             tokenizer,
-            template,
-            _chosen(config.tool_call_parser, CALL_FORMATS, call_format_of, text),
+            compiled(text),
+            _chosen(config.tool_call_parser, CALL_FORMATS, call_format_of, tool_text or text),
             _chosen(config.reasoning_parser, REASONING_FORMATS, reasoning_format_of, text),
+            compiled(tool_text),
         )
 
     @property
     def tells_of_tools(self) -> bool:
         """Whether tools are told of in the system message, since the template has no place for them."""
-        calls, template = self.calls, self.template
-        return calls is not None and calls.own_prompt and template is not None and template.tools is None
+        return self.calls is not None and self.calls.own_prompt and not self.shows_tools
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether a template has a place for tools."""
+        template = self.tool_template or self.template
+        return template is not None and template.tools is not None
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; ApiError 400 naming `param` when the model has none."""
@@ -107,15 +119,16 @@ class TextModel:
                 "--chat-template FILE.",
                 param,
             )
+        template = self.template
         if tools and self.tells_of_tools:
             messages, tools = with_tools(messages, tools), ()
+        elif tools and self.tool_template is not None:
+            template = self.tool_template
         for name in _RESERVED:
             if name in variables:
                 raise bad_request(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}")
         try:
-            return self.template.render(
-                messages, tools, add_generation_prompt=add_generation_prompt, **variables
-            )
+            return template.render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
         except TemplateError as error:
             raise bad_request(f"The messages don't fit the chat template: {error}", param) from error
 

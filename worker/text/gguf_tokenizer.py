@@ -113,6 +113,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     ends = [eos, fields.token_id("eot"), fields.token_id("eom")]
     ends += [token for token, text in enumerate(fields.tokens) if text in _TURN_ENDS]
     template = metadata.get("tokenizer.chat_template")
+    tool_template = metadata.get("tokenizer.chat_template.tool_use")
     return TokenizerParts(
         backend=backend,
         spelling=spelling,
@@ -121,6 +122,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         special_ids=frozenset(fields.ids_of_type(CONTROL) + fields.ids_of_type(UNKNOWN)),
         chat_template=template if isinstance(template, str) else None,
+        tool_template=tool_template if isinstance(tool_template, str) else None,
     )
 
 

@@ -24,3 +24,4 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...]
     special_ids: frozenset[int]
     chat_template: str | None
+    tool_template: str | None = None  # the template for chats with tools, where that is another one

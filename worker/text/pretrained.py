@@ -16,7 +16,8 @@ from worker.text.pieces import spelling_of_decoder
 
 def tokenizer_from_directory(directory: Path) -> TokenizerParts:
     """Read `directory`/tokenizer.json, and tokenizer_config.json, special_tokens_map.json,
-    generation_config.json, chat_template.jinja or chat_template.json where they exist.
+    generation_config.json, chat_template.jinja (with additional_chat_templates/tool_use.jinja) or
+    chat_template.json where they exist.
 
     Raises:
         TokenizerError: no tokenizer.json, or one that can't be read or served.
@@ -50,6 +51,7 @@ def tokenizer_from_file(path: Path) -> TokenizerParts:
             eos if config.get("add_eos_token") else None,
         )
     added = backend.get_added_tokens_decoder()
+    chat_template, tool_template = _chat_templates(path.parent, config)
     return TokenizerParts(
         backend=backend,
         spelling=spelling,
@@ -57,7 +59,8 @@ def tokenizer_from_file(path: Path) -> TokenizerParts:
         eos_token=eos,
         eos_token_ids=_eos_token_ids(path.parent, backend, eos),
         special_ids=frozenset(token for token, entry in added.items() if entry.special),
-        chat_template=_chat_template(path.parent, config),
+        chat_template=chat_template,
+        tool_template=tool_template,
     )
 
 
@@ -103,14 +106,18 @@ def _eos_token_ids(directory: Path, backend: Backend, eos: str | None) -> tuple[
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
 
 
-def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The template for chats, and the one for chats with tools where that is another one."""
     jinja = directory / "chat_template.jinja"
+    tool_jinja = directory / "additional_chat_templates" / "tool_use.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        tools = tool_jinja.read_text(encoding="utf-8") if tool_jinja.is_file() else None
+        return jinja.read_text(encoding="utf-8"), tools
     template = _read_object(directory / "chat_template.json").get("chat_template") or config.get(
         "chat_template"
     )
+    named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    default, tools = named.get("default"), named.get("tool_use")
+    return default if isinstance(default, str) else None, tools if isinstance(tools, str) else None

@@ -26,6 +26,7 @@ class Tokenizer:
         eos_token_ids: every id that ends an answer, from the generation configuration and the tokenizer.
         bos_token, eos_token: their texts; None if the model has none.
         chat_template: Jinja source; None if the model brings none.
+        tool_template: the one for chats with tools; None if that is the same.
         special_ids: control tokens, which `skip_special_tokens` leaves out.
         strips_leading_space: decoding drops the one space that encoding puts in front (SentencePiece).
     """
@@ -36,6 +37,7 @@ class Tokenizer:
         self.eos_token_ids = parts.eos_token_ids
         self.bos_token, self.eos_token = parts.bos_token, parts.eos_token
         self.chat_template = parts.chat_template
+        self.tool_template = parts.tool_template
         self.special_ids = parts.special_ids
         self.strips_leading_space = parts.spelling.strip_leading_space
         self._added = {id_: token.content for id_, token in self._backend.get_added_tokens_decoder().items()}
