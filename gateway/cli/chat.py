@@ -114,6 +114,8 @@ def _answer(client: httpx.Client, body: dict[str, Any]) -> str:
 
 
 def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    """The answer's text. What the model thinks before it goes to stderr, so that who waits sees it."""
+    thinking = False
     with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             response.read()
@@ -128,8 +130,15 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
             if "error" in event:
                 raise ChatError(event["error"]["message"])
             for choice in event["choices"]:
-                if choice["delta"].get("content"):
-                    yield choice["delta"]["content"]
+                delta = choice["delta"]
+                if delta.get("reasoning"):
+                    thinking = True
+                    click.secho(delta["reasoning"], dim=True, nl=False, err=True)
+                if delta.get("content"):
+                    if thinking:
+                        click.echo("\n", err=True)
+                    thinking = False
+                    yield delta["content"]
     raise ChatError("the answer broke off")
 
 

@@ -240,7 +240,13 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         if not body.get("stream"):
             self.wfile.write(json.dumps({"echo": body}).encode())
             return
-        events = {"whole": [piece, "[DONE]"], "broken": [piece, error], "cut": [piece]}[body["model"]]
+        thought = {"choices": [{"delta": {"reasoning_content": "hm", "reasoning": "hm"}}]}
+        events = {
+            "whole": [piece, "[DONE]"],
+            "thoughtful": [thought, thought, piece, "[DONE]"],
+            "broken": [piece, error],
+            "cut": [piece],
+        }[body["model"]]
         for event in events:
             data = event if isinstance(event, str) else json.dumps(event)
             self.wfile.write(f"data: {data}\n\n".encode())
@@ -261,6 +267,7 @@ def url() -> Iterator[str]:
     ("model", "code", "error"),
     [
         ("whole", 0, ""),
+        ("thoughtful", 0, "hmhm\n\n"),
         ("broken", 1, "pagefleet: the worker ended\n"),
         ("cut", 1, "pagefleet: the answer broke off\n"),
         ("refused", 1, "pagefleet: the worker ended\n"),
