@@ -49,8 +49,9 @@ def test_tokens_of_a_text_are_that_text(http: httpx.Client, tokenizer: Tokenizer
     assert http.post("/detokenize", json=body).raise_for_status().json()["prompt"] == text
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_chat_about_it(client: OpenAI, tokenizer: Tokenizer, text: str) -> None:
+@pytest.mark.parametrize("name", ["controls", "template marks", "like a special token", "noncharacters"])
+def test_a_chat_about_it(client: OpenAI, tokenizer: Tokenizer, name: str) -> None:
+    text = TEXTS[name]
     messages: Any = [{"role": "user", "content": text}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
     assert answer.usage is not None
