@@ -86,7 +86,7 @@ def chat_prompts(llm: LLM, count: int) -> list[list[int]]:
 
 def documents(llm: LLM, count: int, batch: int) -> dict[str, Any]:
     """So many records at temperature 1: how many are valid, and how they ended."""
-    form = StructuredOutputs(json=json.dumps(RECORD))
+    form = StructuredOutputs(json=RECORD)
     prompts = chat_prompts(llm, count)
     results = []
     for first in range(0, count, batch):
@@ -113,7 +113,7 @@ def _is_valid(text: str) -> bool:
 
 def throughput(llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens per second of answers with and without a form, so many tokens each."""
-    form = StructuredOutputs(json=json.dumps(RECORDS))
+    form = StructuredOutputs(json=RECORDS)
     started = time.perf_counter()
     llm.generate(prompts[0], SamplingParams(max_tokens=1, structured_outputs=form))
     first = time.perf_counter() - started

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import msgspec
 
@@ -94,19 +94,17 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             that the prompt has opened. Reasoning has any form, and must be closed.
     """
 
-    json: str | None = None
+    json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
-    choice: tuple[str, ...] = ()
+    choice: Sequence[str] = ()
     grammar: str | None = None
     json_object: bool = False
     thinking: Thinking = "no"
 
     def __post_init__(self) -> None:
-        schema: object = self.json
-        if isinstance(schema, (dict, bool)):
-            msgspec.structs.force_setattr(self, "json", json.dumps(schema))
-        choice: object = self.choice
-        if isinstance(choice, str):
+        if isinstance(self.json, (dict, bool)):
+            msgspec.structs.force_setattr(self, "json", json.dumps(self.json))
+        if isinstance(self.choice, str):
             _fail("choice", "choice must be a list of strings")
         msgspec.structs.force_setattr(self, "choice", tuple(self.choice or ()))
         given = [name for name in FORMS if getattr(self, name) not in (None, (), False)]
@@ -124,17 +122,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             _check_text("choice", text, MAX_CHOICE_LENGTH)
         if sum(map(len, self.choice)) > MAX_GRAMMAR:
             _fail("choice", f"the strings of choice may have at most {MAX_GRAMMAR} characters together")
-
-    @property
-    def kind(self) -> str:
-        """Name of the field that is set."""
-        return next(name for name in FORMS if getattr(self, name))
-
-    @property
-    def text(self) -> str:
-        """The field's value; choices as a JSON list."""
-        value = getattr(self, self.kind)
-        return value if isinstance(value, str) else json.dumps(value)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

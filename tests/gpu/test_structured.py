@@ -46,7 +46,7 @@ def test_tokens_are_the_cpu_s(demo_model: Path, enforce_eager: bool) -> None:
         StructuredOutputs(regex=CODE),
         None,
         StructuredOutputs(choice=("one", "two", "three")),
-        StructuredOutputs(json=json.dumps(RECORD)),
+        StructuredOutputs(json=RECORD),
         None,
     ]
     params = [
@@ -63,7 +63,7 @@ def test_tokens_are_the_cpu_s(demo_model: Path, enforce_eager: bool) -> None:
 
 @pytest.mark.model
 def test_documents_at_temperature_1_are_valid(demo_model: Path) -> None:
-    form = StructuredOutputs(json=json.dumps(RECORD))
+    form = StructuredOutputs(json=RECORD)
     params = [SamplingParams(seed=i, max_tokens=900, structured_outputs=form) for i in range(64)]
     params += [SamplingParams(seed=i, max_tokens=50, ignore_eos=True) for i in range(16)]
     with LLM(str(demo_model), device="cuda", kv_cache_memory_bytes="2GiB", max_num_seqs=128) as llm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -57,7 +58,7 @@ def test_what_has_the_form_is_what_follows_the_reasoning(
     table = token_table(model, frozenset())
 
     def accepts(thinking: Thinking, text: str) -> bool:
-        thoughtful = StructuredOutputs(**{form.kind: getattr(form, form.kind)}, thinking=thinking)
+        thoughtful = msgspec.structs.replace(form, thinking=thinking)
         matcher = compile_matcher(table, thoughtful)
         ids = model.encode(text)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

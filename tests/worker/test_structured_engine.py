@@ -74,7 +74,7 @@ def tokens(results: Sequence[Result]) -> list[list[int]]:
 def test_forms_of_all_kinds_in_one_batch_beside_answers_without(llm: LLM) -> None:
     forms = [
         None,
-        StructuredOutputs(json=json.dumps(SCHEMA)),
+        StructuredOutputs(json=SCHEMA),
         CODE,
         StructuredOutputs(choice=("ja", "nein")),
         None,

@@ -66,7 +66,7 @@ def _source(form: StructuredOutputs) -> str:
     """The form in llguidance's own format. GrammarError when it isn't even that."""
     from llguidance import LLMatcher
 
-    if form.json is not None:
+    if isinstance(form.json, str):
         return _schema_source(form.json)
     if form.json_object:
         return _schema_source('{"type": "object"}')
