@@ -76,11 +76,13 @@ def matches(expect: str, answer: str) -> bool:
 
 
 async def _answer(peer: Peer, prompt: str) -> str:
-    """Greedy, as a chat where the model has a template."""
+    """Greedy, as a chat where the model has a template. What a model thinks counts too: it may need all the
+    tokens for that."""
     messages = [{"role": "user", "content": prompt}]
     try:
         body = await peer.prompt("/v1/chat/completions", messages=messages, max_tokens=GOLDEN_TOKENS)
-        text = _choice(peer, body).get("message", {}).get("content")
+        message = _choice(peer, body).get("message", {})
+        text = "\n".join(filter(None, (message.get("reasoning"), message.get("content"))))
     except Refused as error:
         if _NO_TEMPLATE not in str(error):
             raise Unproven(f"{peer.target}, golden prompt: {error}") from None
