@@ -24,7 +24,8 @@ MIN_REPETITION_PENALTY = 0.01  # it divides: far below, logits leave float32 and
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 256
-MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_BAD_WORD_LENGTH = 256  # characters; 8192 all together
+MAX_BAD_WORDS_LENGTH = 8192
 MAX_BAD_WORD_TOKENS = 4 * (MAX_BAD_WORD_LENGTH + 1)  # a byte each at worst, and the space before it
 MAX_SCHEMA = 262_144  # characters of a JSON schema
 MAX_REGEX = 16_384  # characters
@@ -240,6 +241,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _fail("allowed_token_ids", "allowed_token_ids is empty: no token could come; leave it out")
             _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+        if sum(map(len, self.bad_words)) > MAX_BAD_WORDS_LENGTH:
+            _fail("bad_words", f"bad_words may have at most {MAX_BAD_WORDS_LENGTH} characters all together")
         if any(not word.strip() for word in self.bad_words):
             _fail("bad_words", "each of bad_words must have more than spaces")
         if len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
@@ -286,13 +289,12 @@ def _check_texts(name: str, texts: tuple[object, ...], most: int, longest: int) 
             _fail(name, f"each string of {name} must have 1 to {longest} characters")
 
 
-def _check_ids(name: str, ids: tuple[object, ...], most: int) -> None:
+def _check_ids(name: str, ids: tuple[int, ...], most: int) -> None:
     """Token ids by type and count; whether the vocabulary has them is for whoever knows it."""
     if len(ids) > most:
         _fail(name, f"{name} may hold at most {most} ids, not {len(ids)}")
-    for token in ids:
-        if type(token) is not int or not 0 <= token <= 1 << 31:
-            _fail(name, f"{name} must hold token ids, whole numbers from 0 to {1 << 31}, not {token!r}")
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > 1 << 31):
+        _fail(name, f"{name} must hold token ids, whole numbers from 0 to {1 << 31}")
 
 
 def _fail(param: str, message: str) -> NoReturn:

@@ -150,7 +150,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"priority": 10**6, "cache_salt": "\x00" * 256},
     {"allowed_token_ids": [7]},
     {"allowed_token_ids": [7] * 16_384, "min_tokens": 6},
-    {"bad_words": [chr(0x4E00 + i) * 256 for i in range(256)]},
+    {"bad_words": [chr(0x4E00 + i) * 32 for i in range(256)]},
     {"bad_words": ["hello", "w"], "truncate_prompt_tokens": 1},
     {"prompt_logprobs": 20, "prompt": list(range(300))},
     {"prompt_logprobs": 0, "prompt": [5]},

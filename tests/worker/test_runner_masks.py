@@ -152,6 +152,24 @@ def test_an_engine_with_two_steps_in_flight(tmp_path: Path) -> None:
         assert not any(ends(word, after) for word in words)
 
 
+def test_the_engine_refuses_what_nobody_has_fitted(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", SMALL, write_byte_bpe(tmp_path))
+    with LLM(str(tmp_path), kv_cache_memory_bytes="32MiB", threads=1) as llm:
+        outside = llm.info.vocab_size + 500
+        for params in (
+            SamplingParams(bad_words=("a",)),
+            SamplingParams(bad_words_token_ids=((1, outside),)),
+            SamplingParams(allowed_token_ids=(1, outside)),
+        ):
+            output = llm._engine.add(EngineRequest("r", [1, 2], params, 0))
+            assert output is not None
+            assert output.finish_reason == "error"
+            if not params.bad_words:
+                with pytest.raises(ValueError, match=f"names token {outside}"):
+                    llm.generate([1, 2], params)
+        assert not llm._engine.has_work
+
+
 def ends(word: tuple[int, ...], output: list[int]) -> list[int]:
     """Where `word` ends in `output`."""
     return [i for i in range(len(word), len(output) + 1) if tuple(output[i - len(word) : i]) == word]

@@ -69,6 +69,7 @@ async def test_the_engine_gets_them_as_tokens(path: str, prompt: dict[str, Any])
         ({"bad_words": ["  "]}, "bad_words", "more than spaces"),
         ({"bad_words": ["x" * 257]}, "bad_words", "1 to 256 characters"),
         ({"bad_words": ["x"] * 257}, "bad_words", "at most 256 strings, not 257"),
+        ({"bad_words": ["x" * 256] * 33}, "bad_words", "at most 8192 characters all together"),
         ({"bad_words": "x"}, "bad_words", "wrong type"),
         ({"use_beam_search": True}, "use_beam_search", "n gives several answers"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds", "texts or token ids"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.worker.fake_engine import (
     strict_json,
 )
 from tests.worker.text_models import byte_level, sentencepiece
-from worker.server import fitting
+from worker.server import completion_body, fitting
 from worker.server.echo import echo
 from worker.server.state import ServerState
 
@@ -170,10 +171,40 @@ async def test_refusals_say_what_would_do(monkeypatch: pytest.MonkeyPatch) -> No
     assert (await refused(prompt="a", prompt_logprobs=1, stream=True))[1].startswith(
         "prompt_logprobs can't be"
     )
+    monkeypatch.setattr(fitting, "MAX_ECHOED", 30)
+    assert await refused(prompt=["a" * 8] * 2, echo=True, n=2) == (
+        "echo", "echo would repeat 32 tokens; at most 30 are repeated in one answer",
+    )  # fmt: skip
+    monkeypatch.setattr(fitting, "MAX_MASKED", 30)
+    param, message = await refused(prompt=["a"] * 4, allowed_token_ids=list(range(9)))
+    assert param == "allowed_token_ids"
+    assert message.endswith("at most 7")
     monkeypatch.setattr(fitting, "MAX_PROMPT_ALTERNATIVES", 30)
     param, message = await refused(prompt=["abc"] * 4, prompt_logprobs=2)
     assert param == "prompt_logprobs"
     assert "36 numbers; at most 30" in message
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_long_prompts_are_written_on_a_thread(monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+    monkeypatch.setattr(completion_body, "_LONG", 8)
+    threads = []
+
+    def remember(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return echo(*arguments)
+
+    monkeypatch.setattr(completion_body, "echo", remember)
+    fields = {"prompt": ["abcdef", "ghi"], "echo": True, "logprobs": 0}
+    if streamed:
+        chunks = await stream(make_state(FakeEngine(say("!"))), **fields)
+        found = [joined(chunks, i) for i in range(2)]
+    else:
+        found = (await post(make_state(FakeEngine(say("!"))), **fields))["choices"]
+    assert [choice["text"] for choice in found] == ["abcdef!", "ghi!"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in found] == [8, 5]
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_truncated_prompts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from worker.ipc.messages import (
     RequestOutput,
     TokenLogprob,
 )
+from worker.params import SamplingParams
 from worker.request import Request, Row
 from worker.runner.kv_cache import KvCache
 from worker.runner.prompt_logprobs import Scored
@@ -161,6 +163,14 @@ class Engine:
             )
         if max(request.tokens) >= self.config.source.config.vocab_size or min(request.tokens) < 0:
             return f"prompt token ids must be from 0 to {self.config.source.config.vocab_size - 1}"
+        return self._mask_refusal(request.params)
+
+    def _mask_refusal(self, params: SamplingParams) -> str | None:
+        if params.bad_words:
+            return "bad_words come to the engine as bad_words_token_ids"
+        masked = itertools.chain(params.allowed_token_ids or (), *params.bad_words_token_ids)
+        if max(masked, default=0) >= self.config.source.config.vocab_size:
+            return "allowed_token_ids or bad_words_token_ids has a token that the vocabulary lacks"
         return None
 
     def abort(self, request_id: str) -> RequestOutput | None:

@@ -24,6 +24,7 @@ from worker.runner.row_table import RowTable
 from worker.runner.transfer import to_device
 
 _ANY = -1  # instead of the token that must come before: whichever it is
+_Words = dict[int, list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,27 @@ class Masks:
         self._vocab_size = vocab_size
         self._last_tokens = last_tokens
         self._forbidden = RowTable(vocab_size, torch.bool, device)  # for the whole answer
+        self._lasting: set[int] = set()  # rows that have something there
+        self._words: dict[int, tuple[_Words, _Words]] = {}  # by row, and by how many tokens are unread
 
     def begin(self, request: Request) -> None:
         """The request has a new row."""
-        if _has_lasting(request):
-            allowed = request.params.allowed_token_ids
-            forbidden = np.full(self._vocab_size, allowed is not None)
-            if allowed is not None:
-                forbidden[list(allowed)] = False
-            forbidden[[word[0] for word in request.params.bad_words_token_ids if len(word) == 1]] = True
-            self._forbidden[request.row].copy_(to_device(torch.from_numpy(forbidden), self._device))
+        allowed, words = request.params.allowed_token_ids, request.params.bad_words_token_ids
+        self._words[request.row] = _words(words, 0), _words(words, 1)
+        singles = [word[0] for word in words if len(word) == 1]
+        if allowed is None and not singles:
+            self._lasting.discard(request.row)
+            return
+        self._lasting.add(request.row)
+        forbidden = np.full(self._vocab_size, allowed is not None)
+        if allowed is not None:
+            forbidden[list(allowed)] = False
+        forbidden[singles] = True
+        self._forbidden[request.row].copy_(to_device(torch.from_numpy(forbidden), self._device))
 
     def apply(self, logits: Tensor, places: Sequence[int], requests: Sequence[Request]) -> None:
         """Mask in the rows `places` of `logits` [R, vocab], in place, for these requests."""
-        lasting = [(i, r.row) for i, r in zip(places, requests) if _has_lasting(r)]
+        lasting = [(i, r.row) for i, r in zip(places, requests) if r.row in self._lasting]
         if lasting:
             place, row = to_device(torch.tensor(lasting), self._device).unbind(1)
             logits[place] = logits[place].masked_fill(self._forbidden.values[row], -torch.inf)
@@ -84,11 +92,11 @@ class Masks:
             for token in request.stop_tokens:
                 if token < self._vocab_size and token not in held:
                     yield first + token, request.row, _ANY
-        for word in request.params.bad_words_token_ids:
-            if len(word) > 1 and len(word) - 1 <= request.position:
-                before = _expected(word, request)
-                if before is not None:
-                    yield first + word[-1], request.row, before
+        if request.params.bad_words_token_ids and request.position:
+            likely = self._words[request.row][request.unread]  # the loop's steps overlap by one
+            for word in (*likely.get(_ANY, ()), *likely.get(request.tokens[-1], ())):
+                if _about_to_end(word, request):
+                    yield first + word[-1], request.row, word[-2] if request.unread else _ANY
 
     def _mask_cells(self, logits: Tensor, cells: Sequence[tuple[int, int, int]]) -> None:
         cell, row, token = to_device(torch.tensor(cells), self._device).unbind(1)
@@ -99,16 +107,19 @@ class Masks:
         logits.view(-1).scatter_add_(0, cell, addends)
 
 
-def _has_lasting(request: Request) -> bool:
-    params = request.params
-    return params.allowed_token_ids is not None or any(len(word) == 1 for word in params.bad_words_token_ids)
+def _words(words: Sequence[tuple[int, ...]], unread: int) -> _Words:
+    """Bad words of several tokens by the last one that must be known before them, or _ANY."""
+    found: _Words = {}
+    for word in words:
+        if len(word) > 1:
+            known = word[: len(word) - 1 - unread]
+            found.setdefault(known[-1] if known else _ANY, []).append(word)
+    return found
 
 
-def _expected(word: Sequence[int], request: Request) -> int | None:
-    """The token that must have been sampled last for `word` to be about to end; _ANY when that is certain by
-    what the host knows, None when it can't be."""
-    assert request.unread <= 1  # as many as the loop's steps overlap
+def _about_to_end(word: Sequence[int], request: Request) -> bool:
+    """Whether all of `word` but its last token has come, as far as the host can know."""
     known = word[: len(word) - 1 - request.unread]
-    if known and request.tokens[-len(known) :] != list(known):
-        return None
-    return word[-2] if request.unread else _ANY
+    if len(word) - 1 > request.position:
+        return False
+    return not known or request.tokens[-len(known) :] == list(known)

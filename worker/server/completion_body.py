@@ -8,7 +8,7 @@ from typing import Any
 
 from worker.server.choice import Delta, LoggedToken
 from worker.server.echo import echo
-from worker.server.generation import Generation
+from worker.server.generation import Generation, Step
 from worker.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from worker.server.schemas import CompletionRequest
 from worker.text.tokenizer import Tokenizer
@@ -32,13 +32,15 @@ class CompletionBody:
         self._named = None if request.return_tokens_as_token_ids else tokenizer  # how logprobs name tokens
         self._prompts = prompts
         self._begun: set[int] = set()
+        self._answers = len(generation.prompts) * generation.params.n
+        told = request.echo or generation.params.prompt_logprobs is not None
+        self._long = bool(told) and sum(map(len, generation.prompts)) > _LONG
         self._lengths: dict[int, int] = {}  # of the text of choices so far
 
     @property
     def long(self) -> bool:
-        """Whether much is said of the prompts."""
-        generation = self._generation
-        return generation.params.prompt_logprobs is not None and sum(map(len, generation.prompts)) > _LONG
+        """Whether much is still to be said of the prompts: on a thread, so that other answers go on."""
+        return self._long and len(self._begun) < self._answers
 
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
         """A whole choice."""
@@ -59,7 +61,11 @@ class CompletionBody:
             )
         return choice
 
-    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def pieces(self, step: Step) -> list[dict[str, Any]]:
+        """What a step brings to the choices of a stream."""
+        return [piece for choice, delta in step for piece in self._pieces(choice.index, delta)]
+
+    def _pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """What a step brings to a choice of a stream, if it shows: first the prompt, where it is echoed."""
         told = delta.token_ids if self._request.return_token_ids else ()
         if not (delta.text or delta.logprobs or told or delta.finish_reason is not None):

@@ -10,7 +10,7 @@ from typing import Any
 from contracts.errors import bad_request
 from worker.server.completion_body import CompletionBody
 from worker.server.exchange import EventStream, Exchange
-from worker.server.fitting import longest_prompt
+from worker.server.fitting import check_echo, longest_prompt
 from worker.server.generation import Generation, check_sequences
 from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
@@ -58,6 +58,8 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         patience=exchange.patience,
         default_length=DEFAULT_MAX_TOKENS,
     )
+    if request.echo:
+        check_echo(generation.prompts, params)
     body = CompletionBody(request, generation, text.tokenizer, prompts)
     try:
         generation.submit()
@@ -125,11 +127,8 @@ async def _stream(
     await exchange.start_stream(EventStream())
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
-            ready = [
-                {**head, "choices": [choice], **tail}
-                for answer, delta in step
-                for choice in body.pieces(answer.index, delta)
-            ]
+            choices = await asyncio.to_thread(body.pieces, step) if body.long else body.pieces(step)
+            ready = [{**head, "choices": [choice], **tail} for choice in choices]
             if ready:
                 await exchange.write(*ready)
     last = [{**head, "choices": [], "usage": generation.usage().body()}] if usage_wanted else []

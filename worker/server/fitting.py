@@ -10,7 +10,9 @@ from worker.params import ParamError, SamplingParams
 from worker.server.text_model import TextModel, context_too_long
 from worker.text import vocabulary
 
-MAX_PROMPT_ALTERNATIVES = 1 << 20  # of an answer: some 60 MB of JSON
+MAX_PROMPT_ALTERNATIVES = 1 << 20  # in an answer: some 60 MB of JSON
+MAX_ECHOED = 1 << 20  # tokens in an answer
+MAX_MASKED = 1 << 20  # tokens in a request to the engine
 
 
 def fit_params(params: SamplingParams, info: EngineInfo, text: TextModel) -> SamplingParams:
@@ -32,17 +34,16 @@ def longest_prompt(params: SamplingParams, info: EngineInfo) -> int | None:
 
 
 def fit_prompts(
-    prompts: Sequence[list[int]], params: SamplingParams, info: EngineInfo, answers: int
+    prompts: Sequence[list[int]], params: SamplingParams, info: EngineInfo
 ) -> Sequence[list[int]]:
-    """The prompts, cut to what `truncate_prompt_tokens` keeps of them. `answers` of each tell its
-    log-probabilities, if any do."""
+    """The prompts, cut to what `truncate_prompt_tokens` keeps of them."""
     if params.truncate_prompt_tokens is not None:
         try:
             prompts = [vocabulary.truncate(prompt, params, info.max_model_len) for prompt in prompts]
         except ParamError as error:
             raise bad_request(str(error), error.param) from error
     if params.prompt_logprobs is not None:
-        alternatives = sum(map(len, prompts)) * (params.prompt_logprobs + 1) * answers
+        alternatives = sum(map(len, prompts)) * (params.prompt_logprobs + 1) * params.n
         if alternatives > MAX_PROMPT_ALTERNATIVES:
             raise bad_request(
                 f"The log-probabilities of these prompts would be {alternatives} numbers; at most "
@@ -50,7 +51,23 @@ def fit_prompts(
                 "alternatives.",
                 "prompt_logprobs",
             )
+    masked = len(params.allowed_token_ids or ()) + sum(map(len, params.bad_words_token_ids))
+    if masked * len(prompts) * params.n > MAX_MASKED:
+        raise bad_request(
+            f"allowed_token_ids and bad_words have {masked} tokens; for {len(prompts) * params.n} answers in "
+            f"one request they may have at most {MAX_MASKED // (len(prompts) * params.n)}",
+            "allowed_token_ids" if params.allowed_token_ids else "bad_words",
+        )
     return prompts
+
+
+def check_echo(prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    """Each answer brings its prompt again: not too many of too long ones."""
+    tokens = sum(map(len, prompts)) * params.n
+    if tokens > MAX_ECHOED:
+        raise bad_request(
+            f"echo would repeat {tokens} tokens; at most {MAX_ECHOED} are repeated in one answer", "echo"
+        )
 
 
 def answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, param: str) -> int:

@@ -114,7 +114,7 @@ class Generation:
         fitted = fit_params(params, info, text)
         # The answers of one prompt share its log-probabilities; in a stream none waits for another's.
         scored = params.n if request.stream else 1
-        self.prompts = prompts = fit_prompts(prompts, params, info, scored)
+        self.prompts = prompts = fit_prompts(prompts, fitted, info)
         deadline = 0.0 if patience is None else started + patience
         ends = text.tokenizer.eos_token_ids if text.tokenizer else ()
         self._sequences: list[_Sequence] = []
