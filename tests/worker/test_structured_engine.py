@@ -272,6 +272,9 @@ def test_compiled_forms_are_kept_up_to_a_number(llm: LLM, monkeypatch: pytest.Mo
     forms = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(1, 6)]
     llm.generate(["The fleet"] * 5, [drawn(form) for form in forms])
     assert len(llm._engine._grammars._known) == 3
+    monkeypatch.setattr(grammars, "_REMEMBERED_SECONDS", 0.0)
+    llm.generate("The fleet", drawn(StructuredOutputs(regex="b")))
+    assert not llm._engine._grammars._known
     assert [len(text(r)) for r in llm.generate(["The fleet"] * 5, [drawn(form) for form in forms])] == [
         *range(1, 6)
     ]

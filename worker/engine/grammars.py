@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from worker.grammar.compiling import STACK_BYTES, GrammarError, compile_matcher
@@ -21,12 +23,21 @@ from worker.weights.source import ModelSource
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_REMEMBERED = 64  # compiled forms; one takes 1 to 30 MB
+_REMEMBERED = 64  # compiled forms; one takes some megabytes ...
+_REMEMBERED_SECONDS = 10.0  # ... and more the longer it took: tens for each second of a processor
 _THREADS = 2  # that compile: one large form doesn't hold all others up
 _MASK_THREADS = 16  # at most
 _ENDLESS = 1 << 62
 
-Compiled = tuple[StructuredOutputs, "LLMatcher | None", str]  # the form, its matcher, or what is wrong
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A form's matcher, before the first token of an answer; or, without one, what is wrong."""
+
+    form: StructuredOutputs
+    matcher: LLMatcher | None
+    error: str
+    seconds: float  # of a processor, that it took
 
 
 class Grammars:
@@ -48,7 +59,7 @@ class Grammars:
         self._mask_threads = min(threads, _MASK_THREADS)
         self._ends: frozenset[int] = frozenset()
         self._writer: MaskWriter | None = None
-        self._known: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()  # the last used last
+        self._known: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()  # the last used last
         self._waiting: dict[StructuredOutputs, list[Request]] = {}
 
     @staticmethod
@@ -90,18 +101,17 @@ class Grammars:
         found: list[tuple[Request, str]] = []
         while True:
             try:
-                form, matcher, error = self._workshop.collect(wait)
+                compiled = self._workshop.collect(wait)
             except queue.Empty:
                 return found
             wait = 0.0
-            requests = self._waiting.pop(form)
-            if matcher is not None:
-                self._known[form] = matcher
+            requests = self._waiting.pop(compiled.form)
+            if compiled.matcher is not None:
+                self._known[compiled.form] = compiled
                 for request in requests:
-                    self._constrain(request, form)
-                while len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
-            found += [(request, error) for request in requests]
+                    self._constrain(request, compiled.form)
+                self._forget_oldest()
+            found += [(request, compiled.error) for request in requests]
 
     def mask(self, requests: list[Request]) -> FormMask | None:
         """What may come next for those of the requests, a row each, whose answers must have a form and still
@@ -123,6 +133,13 @@ class Grammars:
 
     # ---- inside
 
+    def _forget_oldest(self) -> None:
+        """Down to as many compiled forms as are kept."""
+        seconds = sum(compiled.seconds for compiled in self._known.values())
+        while len(self._known) > _REMEMBERED or seconds > _REMEMBERED_SECONDS:
+            _, oldest = self._known.popitem(last=False)
+            seconds -= oldest.seconds
+
     def _constrain(self, request: Request, form: StructuredOutputs) -> None:
         self._known.move_to_end(form)
         if self._writer is None:
@@ -130,7 +147,9 @@ class Grammars:
             self._ends = frozenset(table.eos_tokens)
             self._writer = MaskWriter(table.vocab_size, self._ends, self._mask_threads)
         keep_on = _ENDLESS if request.params.ignore_eos else request.params.min_tokens
-        request.constraint = Constraint(self._known[form].deep_copy(), self._ends, keep_on)
+        matcher = self._known[form].matcher
+        assert matcher is not None
+        request.constraint = Constraint(matcher.deep_copy(), self._ends, keep_on)
 
 
 class _Workshop:
@@ -141,7 +160,7 @@ class _Workshop:
         self._loading = threading.Lock()
         self._table: LLTokenizer | None = None
         self._jobs: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._threads = 0
 
     def order(self, form: StructuredOutputs) -> None:
@@ -156,7 +175,7 @@ class _Workshop:
         finally:
             threading.stack_size(before)
 
-    def collect(self, wait: float) -> Compiled:
+    def collect(self, wait: float) -> _Compiled:
         """The next that is done; queue.Empty after `wait` seconds."""
         return self._done.get(timeout=wait) if wait else self._done.get_nowait()
 
@@ -181,11 +200,14 @@ class _Workshop:
 
     def _work(self) -> None:
         while (form := self._jobs.get()) is not None:
+            matcher, error = None, ""
+            started = time.thread_time()
             try:
-                matcher = compile_matcher(self.token_table(), form)
-            except (GrammarError, TokenizerError) as error:
-                self._done.put((form, None, str(error)))
-            except Exception as error:
-                self._done.put((form, None, f"it can't be compiled: {type(error).__name__}"))
-            else:
-                self._done.put((form, matcher, ""))
+                table = self.token_table()
+                started = time.thread_time()
+                matcher = compile_matcher(table, form)
+            except (GrammarError, TokenizerError) as failure:
+                error = str(failure)
+            except Exception as failure:
+                error = f"it can't be compiled: {type(failure).__name__}"
+            self._done.put(_Compiled(form, matcher, error, time.thread_time() - started))
