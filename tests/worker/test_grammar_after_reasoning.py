@@ -50,7 +50,7 @@ def tokenizer(marks: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("marks", ["special", "token", "text"])
-@pytest.mark.parametrize(("form", "answer"), FORMS, ids=lambda value: getattr(value, "kind", ""))
+@pytest.mark.parametrize(("form", "answer"), FORMS)
 def test_what_has_the_form_is_what_follows_the_reasoning(
     marks: str, form: StructuredOutputs, answer: str
 ) -> None:

@@ -221,8 +221,9 @@ async def test_formats_of_text_are_forms_for_the_engine(format: dict[str, Any], 
     body = await respond(state, text={"format": format})
     form = engine_of(state).submitted[0].params.structured_outputs
     assert form is not None
-    assert form.kind == kind
-    assert kind != "json" or json.loads(form.text) == PARAMETERS
+    assert form.json_object is (kind == "json_object")
+    assert isinstance(form.json, str) is (kind == "json")
+    assert not isinstance(form.json, str) or json.loads(form.json) == PARAMETERS
     assert body["output"][0]["content"][0]["text"] == COLOGNE
 
 

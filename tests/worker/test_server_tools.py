@@ -289,8 +289,8 @@ async def test_forced_calls(tool_choice: Any, answer: str, calls: list[tuple[str
     assert (message["content"], plain_calls(message), reason) == ("", calls, "tool_calls")
     form = engine_of(state).submitted[0].params.structured_outputs
     assert form is not None
-    assert form.kind == "json"
-    schema = json.loads(form.text)
+    assert isinstance(form.json, str)
+    schema = json.loads(form.json)
     if tool_choice == "required":
         names = [kind["properties"]["name"]["const"] for kind in schema["items"]["anyOf"]]
         assert names == ["get_weather", "now"]
@@ -310,8 +310,8 @@ async def test_definitions_of_parameters_move_where_references_find_them() -> No
     await chat(state, tools=tools, tool_choice="required", parallel_tool_calls=False)
     form = engine_of(state).submitted[0].params.structured_outputs
     assert form is not None
-    assert form.kind == "json"
-    schema = json.loads(form.text)
+    assert isinstance(form.json, str)
+    schema = json.loads(form.json)
     assert schema["$defs"] == parameters["$defs"]
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]

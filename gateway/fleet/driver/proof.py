@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,13 @@ GOLDEN_TOKENS = 128
 _CHECK_TOKENS = 8
 _CHECK_LENGTHS = (3, 11)
 _NO_TEMPLATE = "no chat template"
+MATCH_WITHIN = 30.0  # seconds
+_SEARCH = """
+import json, re, signal, sys
+signal.alarm({})  # should whoever asks be gone by then
+expression, text = json.loads(sys.stdin.buffer.read())
+sys.exit(re.search(expression, text, re.DOTALL) is None)
+"""
 
 
 class Unproven(Exception):
@@ -61,18 +70,31 @@ async def run_golden(peer: Peer, prompts: Sequence[Golden]) -> None:
         await _checked(peer, tokens(length))
     for golden in prompts:
         answer = await _answer(peer, golden.prompt)
-        if golden.expect is not None and not matches(golden.expect, answer):
+        if golden.expect is not None and not await matches(golden.expect, answer):
             raise Unproven(
                 f"{peer.target} answered {golden.prompt!r:.80} with {answer!r:.120}, "
                 f"not with {golden.expect!r:.80}"
             )
 
 
-def matches(expect: str, answer: str) -> bool:
-    """`expect` is a substring, or a /regular expression/ that is found anywhere in the answer."""
-    if len(expect) > 1 and expect.startswith("/") and expect.endswith("/"):
-        return re.search(expect[1:-1], answer, re.DOTALL) is not None
-    return expect in answer
+async def matches(expect: str, answer: str) -> bool:
+    """`expect` is a substring, or a /regular expression/ that is found anywhere in the answer. Those are tried
+    in a process of their own: some never come to an end, and the supervisor would stand still meanwhile.
+    Unproven when it takes too long."""
+    if len(expect) < 2 or not (expect.startswith("/") and expect.endswith("/")):
+        return expect in answer
+    argv = [sys.executable, "-I", "-S", "-c", _SEARCH.format(round(2 * MATCH_WITHIN))]
+    process = await asyncio.create_subprocess_exec(*argv, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(MATCH_WITHIN):
+            await process.communicate(json.dumps([expect[1:-1], answer]).encode())
+    except TimeoutError:
+        raise Unproven(f"{expect!r:.80} wasn't found in {answer!r:.120} within {MATCH_WITHIN:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode == 0
 
 
 async def _answer(peer: Peer, prompt: str) -> str:
@@ -81,8 +103,9 @@ async def _answer(peer: Peer, prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     try:
         body = await peer.prompt("/v1/chat/completions", messages=messages, max_tokens=GOLDEN_TOKENS)
-        message = _choice(peer, body).get("message", {})
-        text = "\n".join(filter(None, (message.get("reasoning"), message.get("content"))))
+        message = _choice(peer, body).get("message")
+        said = [message.get(part) for part in ("reasoning", "content")] if isinstance(message, dict) else []
+        text: Any = "\n".join(one for one in said if isinstance(one, str) and one)
     except Refused as error:
         if _NO_TEMPLATE not in str(error):
             raise Unproven(f"{peer.target}, golden prompt: {error}") from None
