@@ -38,7 +38,7 @@ def chat(number: int) -> dict[str, Any]:
 
 
 async def ready(fleet: Running, *slots: str, generation: int = 1) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         for slot in slots:
             while (fleet.unit(slot).state, fleet.unit(slot).generation) != ("ready", generation):
                 await asyncio.sleep(0.02)
@@ -63,7 +63,7 @@ async def test_replicas_share_the_load_and_one_that_is_killed_costs_nothing(tmp_
 
         async def answered(count: int) -> None:
             goal = len(answers) + count
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while len(answers) < goal:
                     await asyncio.sleep(0.01)
 

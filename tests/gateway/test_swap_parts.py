@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from contracts.times import seconds_of
-from gateway.config import Judge, ModelEntry
-from gateway.fleet.driver import comparing, judging, measure, probing
+from gateway.config import Golden, Judge, ModelEntry
+from gateway.fleet.driver import comparing, judging, measure, probing, proof
 from gateway.fleet.driver import driver as driving
 from gateway.fleet.driver.measure import Probes, Sample, since
 from gateway.fleet.driver.peer import Lost, Times
@@ -305,11 +306,53 @@ def test_an_interval_is_the_difference_of_two_readings() -> None:
         ("/[Ff]our|4/", "It is 4.", True),
         ("/^4/", "It is 4.", False),
         ("/a.b/", "a\nb", True),
+        ("/größe\x00?/", "größe", True),
         ("/", "1/2", True),
     ],
 )
-def test_a_golden_answer_is_a_substring_or_a_regular_expression(expect: str, answer: str, good: bool) -> None:
-    assert matches(expect, answer) is good
+async def test_a_golden_answer_is_a_substring_or_a_regular_expression(
+    expect: str, answer: str, good: bool
+) -> None:
+    assert await matches(expect, answer) is good
+
+
+ODD: list[Any] = [
+    *({}, {"choices": None}, {"choices": []}, {"choices": [1]}, {"choices": [{"message": None}]}),
+    *({"choices": [{"message": "x"}]}, {"choices": [{"message": {"content": ["x"]}}]}),
+    *({"logprobs": [1]}, {"logprobs": "x"}, {"logprobs": {"a": 1}}, {"logprobs": [{"logprob": "-1"}]}),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+async def test_an_answer_of_another_shape_proves_nothing(odd: dict[str, Any]) -> None:
+    """And is no mistake of ours, after which it would be asked again for ten minutes."""
+
+    class Peer:
+        target = "m-0.1"
+
+        async def prompt(self, path: str, **_: object) -> dict[str, Any]:
+            is_odd = ("logprobs" in odd) == (path == "/generate")
+            return odd if is_odd else {"token_ids": [1], "logprobs": [{"logprob": -0.5}]}
+
+    with pytest.raises(proof.Unproven):
+        await proof.run_golden(Peer(), [Golden(prompt="x")])  # type: ignore[arg-type]
+
+
+async def test_an_expression_that_comes_to_no_end_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "MATCH_WITHIN", 1.0)
+    looks = 0
+
+    async def look() -> None:
+        nonlocal looks
+        while True:
+            looks += 1
+            await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
+    with pytest.raises(proof.Unproven, match=r"wasn't found in 'a+b' within 1 s"):
+        await matches("/^(a+)+$/", "a" * 64 + "b")
+    looking.cancel()
+    assert looks > 5, "the supervisor stood still meanwhile"
 
 
 def rollout(**changes: object) -> Rollout:

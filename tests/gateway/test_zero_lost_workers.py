@@ -60,14 +60,14 @@ class Worker:
                 return None
 
     async def ready(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while (answer := await self.ask("GET", "/ready")) is None or answer.status_code != 200:
                 assert self.process.poll() is None
                 await asyncio.sleep(0.05)
 
     async def end(self) -> None:
         """Fences it, waits until it has no request, and ends it as a supervisor does."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while (answer := await self.ask("POST", "/admin/drain")) is None or answer.json()["inflight"]:
                 await asyncio.sleep(0.02)
         await self.note()

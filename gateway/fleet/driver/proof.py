@@ -78,9 +78,11 @@ async def run_golden(peer: Peer, prompts: Sequence[Golden]) -> None:
 
 
 async def matches(expect: str, answer: str) -> bool:
-    """`expect` is a substring, or a /regular expression/ that is found anywhere in the answer. Those are tried
-    in a process of their own: some never come to an end, and the supervisor would stand still meanwhile.
-    Unproven when it takes too long."""
+    """`expect` is a substring, or a /regular expression/ that is found anywhere in the answer.
+
+    Expressions are tried in a process of their own: some never come to an end, and the supervisor would stand
+    still meanwhile. Unproven when it takes too long.
+    """
     if len(expect) < 2 or not (expect.startswith("/") and expect.endswith("/")):
         return expect in answer
     argv = [sys.executable, "-I", "-S", "-c", _SEARCH.format(round(2 * MATCH_WITHIN))]
@@ -124,7 +126,8 @@ async def _checked(peer: Peer, prompt: list[int]) -> None:
     for salt in ("golden-1", "golden-2"):
         body = {"prompt": prompt, "max_tokens": _CHECK_TOKENS, "ignore_eos": True, "logprobs": 0}
         answer = await _asked(peer.prompt("/generate", **body, cache_salt=salt))
-        numbers = [entry.get("logprob") for entry in answer.get("logprobs") or ()]
+        entries = answer.get("logprobs") or ()
+        numbers = [entry.get("logprob") if isinstance(entry, dict) else None for entry in entries]
         if not numbers or not all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers):
             raise Unproven(f"{peer.target} computes numbers that aren't finite")
         answers.append(answer.get("token_ids"))
