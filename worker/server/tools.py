@@ -122,6 +122,8 @@ def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> st
 
 def chat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
     """`tools` of a chat, checked, as the model sees them. ApiError 400 names what is wrong with them."""
+    if not raw:
+        return []
     body = _bounded(raw)
     tools = decode(body, list[Tool] | None, "tools") or []  # type: ignore[arg-type]
     _check([tool.function for tool in tools], "].function")
@@ -130,6 +132,8 @@ def chat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
 
 def flat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
     """`tools` of a response, which are functions without a level of their own; else as `chat_tools`."""
+    if not raw:
+        return []
     body = _bounded(raw)
     _check(decode(body, list[FlatTool] | None, "tools") or [], "]")  # type: ignore[arg-type]
     return [_for_model(tool) for tool in msgspec.json.decode(body) or []]
@@ -138,7 +142,7 @@ def flat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
 def _bounded(raw: msgspec.Raw) -> bytes:
     if len(memoryview(raw)) > MAX_TOOLS_SIZE:
         raise bad_request(f"tools may have at most {MAX_TOOLS_SIZE} bytes", "tools")
-    return bytes(raw) or b"null"
+    return bytes(raw)
 
 
 def _for_model(function: dict[str, Any]) -> dict[str, Any]:
