@@ -12,7 +12,7 @@ from gateway.config import Golden
 from gateway.fleet.driver.peer import Peer
 from gateway.fleet.driver.proof import Unproven, run_golden
 from tests.worker.fake_engine import MODEL
-from tests.worker.test_server_tools import worker
+from tests.worker.talking import worker
 from worker.server.lifecycle import HttpServer, uvicorn_config
 
 THINKS = "<think>\nTwo and two make four, or so it"

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 
 from tests.worker import chat_templates
 from tests.worker.fake_engine import MODEL, in_process, serving, strict_json
-from tests.worker.test_server_tools import CALL, COLOGNE, NOW_CALL, PARAMETERS, engine_of, prompt_of, worker
+from tests.worker.talking import CALL, COLOGNE, NOW_CALL, PARAMETERS, engine_of, prompt_of, worker
 from worker.server.state import ServerState
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in POST /v1/chat/completions, against an engine that says what the test wants."""
+"""Tool calls in POST /v1/chat/completions, against an engine that says what the test wants."""
 
 from __future__ import annotations
 
@@ -12,105 +12,30 @@ import pytest
 
 from tests.worker import chat_templates
 from tests.worker.chat_templates import text_side
-from tests.worker.fake_engine import (
-    IM_END,
-    INFO,
-    MODEL,
-    FakeEngine,
-    byte_tokenizer,
-    events,
-    in_process,
-    make_state,
-    say,
-    serving,
-    strict_json,
+from tests.worker.fake_engine import IM_END, MODEL, FakeEngine, byte_tokenizer, make_state, say, serving
+from tests.worker.talking import (
+    ASK,
+    CALL,
+    COLOGNE,
+    NOW,
+    NOW_CALL,
+    PARAMETERS,
+    ROOMY,
+    TOOLS,
+    WEATHER,
+    chat,
+    engine_of,
+    joined,
+    plain_calls,
+    post,
+    prompt_of,
+    stream,
+    worker,
 )
 from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE
 from worker.server.state import ServerState
 from worker.text.calls import CALL_FORMATS
 from worker.text.template import ChatTemplate
-
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Weather of a city.", "parameters": PARAMETERS},
-}
-NOW = {"type": "function", "function": {"name": "now"}}
-TOOLS = [WEATHER, NOW]
-ASK = [{"role": "user", "content": "Weather in Köln?"}]
-COLOGNE = '{"city": "Köln"}'
-ROOMY = msgspec.structs.replace(INFO, max_model_len=8192, num_pages=1025)
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {COLOGNE}}}\n</tool_call>'
-NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-def worker(answer: str, template: str = chat_templates.QWEN3, **engine: Any) -> ServerState:
-    state = make_state(FakeEngine(say(answer), info=ROOMY, **engine))
-    state.text = text_side(template)
-    return state
-
-
-def engine_of(state: ServerState) -> FakeEngine:
-    assert isinstance(state.engine, FakeEngine)
-    return state.engine
-
-
-def prompt_of(state: ServerState) -> str:
-    assert state.text
-    assert state.text.tokenizer
-    tokens = engine_of(state).submitted[0].prompt_token_ids
-    return state.text.tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-async def post(state: ServerState, **fields: Any) -> Any:
-    async with in_process(state) as client:
-        body = {"model": MODEL, "messages": ASK, **fields}
-        return await client.post("/v1/chat/completions", json=body)
-
-
-async def chat(state: ServerState, **fields: Any) -> Any:
-    answer = await post(state, **fields)
-    assert answer.status_code == 200, answer.text
-    return strict_json(answer.content)
-
-
-async def stream(state: ServerState, **fields: Any) -> list[Any]:
-    answer = await post(state, stream=True, **fields)
-    assert answer.status_code == 200, answer.text
-    chunks = events(answer.text)
-    assert chunks.pop() == "[DONE]"
-    return chunks
-
-
-def joined(chunks: list[Any], index: int = 0) -> tuple[dict[str, Any], str | None]:
-    """(message, finish_reason) as a client puts them together, strict about the deltas of calls."""
-    message: dict[str, Any] = {"content": "", "tool_calls": []}
-    reason = None
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] != index:
-                continue
-            delta = choice["delta"]
-            for key in ("content", "reasoning_content", "reasoning"):
-                if delta.get(key):
-                    message[key] = message.get(key, "") + delta[key]
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(message["tool_calls"]):
-                    assert call["function"]["arguments"] == ""
-                    assert call["type"] == "function"
-                    message["tool_calls"].append(
-                        {"id": call["id"], "name": call["function"]["name"], "arguments": ""}
-                    )
-                else:
-                    assert set(call) == {"index", "function"}
-                    message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-            reason = choice["finish_reason"] or reason
-    return message, reason
-
-
-def plain_calls(message: dict[str, Any]) -> list[tuple[str, str]]:
-    calls = [call.get("function", call) for call in message.get("tool_calls", ())]
-    return [(call["name"], call["arguments"]) for call in calls]
 
 
 async def test_a_call_is_given_as_one() -> None:
@@ -363,80 +288,6 @@ async def test_tools_need_a_template_that_shows_them_and_a_format_that_is_known(
     assert plain_calls(body["choices"][0]["message"]) == [("get_weather", '{"city": "Rome"}')]
 
 
-# --- reasoning
-
-THOUGHT = "<think>\nWarm?\nMaybe.\n</think>\n\nIt is."
-
-
-@pytest.mark.parametrize("per_step", [1, 4, 1000])
-async def test_reasoning_is_apart_from_the_answer(per_step: int) -> None:
-    body = await chat(worker(THOUGHT, per_step=per_step))
-    message = body["choices"][0]["message"]
-    assert message["content"] == "It is."
-    assert message["reasoning_content"] == message["reasoning"] == "Warm?\nMaybe."
-    chunks = await stream(worker(THOUGHT, per_step=per_step), stream_options={"include_usage": True})
-    message, reason = joined(chunks)
-    assert (message["content"], message["reasoning"], reason) == ("It is.", "Warm?\nMaybe.", "stop")
-    assert message["reasoning_content"] == message["reasoning"]
-    if per_step == 1:
-        reasoning = len("<think>\nWarm?\nMaybe.\n</think>")
-        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": reasoning}
-        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": reasoning}
-
-
-async def test_reasoning_that_the_prompt_opens() -> None:
-    body = await chat(worker("Warm?\n</think>It is.", chat_templates.R1))
-    message = body["choices"][0]["message"]
-    assert (message["content"], message["reasoning"]) == ("It is.", "Warm?")
-
-
-async def test_thinking_can_be_switched_off() -> None:
-    state = worker("It is.")
-    body = await chat(state, chat_template_kwargs={"enable_thinking": False})
-    assert prompt_of(state).endswith("<think>\n\n</think>\n\n")
-    message = body["choices"][0]["message"]
-    assert (message["content"], message["reasoning"]) == ("It is.", None)
-    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
-
-
-async def test_reasoning_can_be_left_out() -> None:
-    body = await chat(worker(THOUGHT), include_reasoning=False)
-    message = body["choices"][0]["message"]
-    assert (message["content"], message["reasoning"]) == ("It is.", None)
-    message, _ = joined(await stream(worker(THOUGHT), include_reasoning=False))
-    assert message == {"content": "It is.", "tool_calls": []}
-
-
-async def test_reasoning_that_max_tokens_cuts() -> None:
-    body = await chat(worker(THOUGHT), max_tokens=len("<think>\nWarm"))
-    (choice,) = body["choices"]
-    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Warm")
-    assert choice["finish_reason"] == "length"
-
-
-async def test_calls_within_reasoning_are_none() -> None:
-    answer = f"<think>\nShould I {NOW_CALL}?\n</think>\n\n{CALL}"
-    message, reason = joined(await stream(worker(answer), tools=TOOLS))
-    assert (plain_calls(message), reason) == ([("get_weather", COLOGNE)], "tool_calls")
-    assert message["reasoning"] == f"Should I {NOW_CALL}?"
-
-
-async def test_log_probabilities_are_those_of_all_tokens() -> None:
-    answer = f"<think>a</think>Is{CALL}"
-    body = await chat(worker(answer), tools=TOOLS, logprobs=True)
-    tokens = body["choices"][0]["logprobs"]["content"]
-    assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == answer
-    chunks = await stream(worker(answer, per_step=3), tools=TOOLS, logprobs=True)
-    streamed = [
-        byte
-        for chunk in chunks
-        for choice in chunk["choices"]
-        for token in (choice["logprobs"] or {}).get("content", ())
-        for byte in token["bytes"]
-    ]
-    assert bytes(streamed).decode() == answer
-
-
 async def test_the_sdk_puts_streams_together() -> None:
     state = worker(f"<think>\nHm.\n</think>\n\nLet me look.\n{CALL}\n{NOW_CALL}")
     async with serving(state) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
@@ -455,27 +306,6 @@ async def test_the_sdk_puts_streams_together() -> None:
 async def _aiter(stream: Any) -> AsyncIterator[Any]:
     async for event in stream:
         yield event
-
-
-@pytest.mark.parametrize(
-    ("template", "fields", "thinking"),
-    [
-        (chat_templates.QWEN3, {}, "may"),
-        (chat_templates.QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, "no"),
-        (chat_templates.QWEN25, {}, "no"),
-    ],
-)
-async def test_the_form_of_a_forced_call_begins_after_the_reasoning(
-    template: str, fields: dict[str, Any], thinking: str
-) -> None:
-    choice = {"type": "function", "function": {"name": "get_weather"}}
-    said = f"<think>\nHm.\n</think>\n\n{COLOGNE}" if thinking == "may" else COLOGNE
-    state = worker(said, template)
-    body = await chat(state, tools=TOOLS, tool_choice=choice, **fields)
-    assert plain_calls(body["choices"][0]["message"]) == [("get_weather", COLOGNE)]
-    form = engine_of(state).submitted[0].params.structured_outputs
-    assert form is not None
-    assert form.thinking == thinking
 
 
 async def test_marks_that_are_special_tokens_are_seen_and_not_shown() -> None:
