@@ -44,6 +44,8 @@ def form_of(request: Sampling) -> StructuredOutputs | None:
     if form_field(request) is None:
         return None
     ((field, name, value),) = _given(request)
+    if value == []:
+        raise bad_request(f"{field} must hold at least one string", field)
     try:
         return StructuredOutputs(**{name: value})
     except ParamError as error:
