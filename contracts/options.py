@@ -22,6 +22,9 @@ class WorkerOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    revision: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Branch, tag or commit of a model from the hub; default: its main branch."
+    )
     tokenizer: str | None = Field(
         None, description="Directory or file of the tokenizer, if not the model's own."
     )

@@ -15,6 +15,8 @@ ALLOWED = {"contracts": set(), "kernels": set(), "worker": {"kernels", "contract
 # Within the worker: a folder may import those below it. Modules directly in worker/ go by their own name.
 WORKER_ALLOWED = {
     "params": set(),
+    "config": {"spellings"},
+    "spellings": set(),
     "pooling": set(),
     "ipc": {"params", "pooling"},
     "grammar": {"params", "text"},
@@ -26,7 +28,10 @@ WORKER_ALLOWED = {
     "engine": {"runner", "weights", "model", "request", "ipc", "pooling", "grammar", "text", "params"},
     "server": {"grammar", "text", "ipc", "params", "weights", "config", "model", "pooling"},
     "plan": {"engine", "weights"},
-    "llm": {"engine", "text", "ipc", "params", "weights", "pooling", "embed"},
+    "outputs": {"text", "ipc", "params"},
+    "prompting": {"outputs", "text", "ipc", "params", "weights"},
+    "llm": {"prompting", "outputs", "engine", "text", "ipc", "params", "weights", "embed"},
+    "async_llm": {"prompting", "outputs", "text", "ipc", "params", "weights"},
     "embed": {"engine", "ipc", "params", "pooling"},
 }
 
@@ -65,6 +70,7 @@ def test_worker_folders_import_downwards_only(folder: str):
         "gateway.app",
         "worker.server.app",
         "worker.ipc.client",
+        "worker.async_llm",
         "worker.text.tokenizer",
         "worker.engine.estimate",
         "worker.plan",

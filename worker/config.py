@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from contracts.options import WorkerOptions
 from contracts.spans import Endpoint
 from contracts.units import ByteSize, Duration
+from worker import spellings
 
 ENV_PREFIX = "PAGEFLEET_WORKER_"
 EXIT_INVALID = 2
@@ -96,6 +97,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         "model",
         "served_model_name",
+        "revision",
         "tokenizer",
         "chat_template",
         "dtype",
@@ -128,14 +130,6 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "fleet": ("slot", "generation", "parent_pid", "start_timeout"),
 }
 
-# Start-up scripts for other servers carry these: the value that does nothing is accepted, others are refused.
-_ONLY_NEUTRAL = {
-    "tensor-parallel-size": "1",
-    "pipeline-parallel-size": "1",
-    "quantization": "none",
-    "cpu-offload-gb": "0",
-}
-
 
 class ConfigError(ValueError):
     """Everything that is wrong with the command line and the environment, one line each."""
@@ -152,7 +146,11 @@ def read_config(argv: Sequence[str]) -> WorkerConfig:
     """
     given, unknown = _parser().parse_known_args([_with_dashes(word) for word in argv])
     problems = [f"{word}: no such option; see --help" for word in unknown]
-    problems += _refused(vars(given))
+    problems += spellings.problems(vars(given))
+    if given.model_tag is not None and given.model is None:
+        given.model = given.model_tag
+    elif given.model_tag is not None:
+        problems.append(f"{given.model_tag}: no such option, and --model is given; see --help")
     values = {name: vars(given)[name] for name in WorkerConfig.model_fields if vars(given)[name] is not None}
     names = {ENV_PREFIX + name.upper() for name in WorkerConfig.model_fields}
     problems += [
@@ -190,27 +188,18 @@ def _checked(values: dict[str, Any], problems: Sequence[str]) -> WorkerConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagefleet worker",
-        usage="%(prog)s --model MODEL [options]",
+        usage="%(prog)s [--model] MODEL [options]",
         description="Serve one model over HTTP.",
         epilog=f"Every option can be set in the environment as {ENV_PREFIX}<NAME>; the command line wins. "
         "Sizes read 20GiB or 512MB, durations 2s or 15m.",
         allow_abbrev=False,
     )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="The same as --model.")
     for title, names in _GROUPS.items():
         group = parser.add_argument_group(title)
         for name in names:
             _add_option(group, name, WorkerConfig.model_fields[name])
-    group = parser.add_argument_group("accepted for compatibility")
-    for flag, neutral in _ONLY_NEUTRAL.items():
-        group.add_argument(f"--{flag}", metavar=neutral.upper(), help=f"Only {neutral}: not supported yet.")
-    group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="Always on: models call tools by themselves."
-    )
-    group.add_argument(
-        "--trust-remote-code",
-        action=argparse.BooleanOptionalAction,
-        help="Refused: code that comes with a model is never run.",
-    )
+    spellings.add_flags(parser)
     return parser
 
 
@@ -243,19 +232,6 @@ def _with_dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _refused(given: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for flag, neutral in _ONLY_NEUTRAL.items():
-        if (given[flag.replace("-", "_")] or neutral).lower() != neutral:
-            problems.append(f"--{flag}: only {neutral} is accepted, anything else is not supported yet")
-    if given["trust_remote_code"]:
-        problems.append(
-            "--trust-remote-code: refused; code that comes with a model is never run here. "
-            "Models of the supported architectures don't need it."
-        )
-    return problems
 
 
 def _flag(name: str) -> str:

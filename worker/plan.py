@@ -18,16 +18,16 @@ from contracts.plan import Answer, Question
 def answer(question: Question) -> Answer:
     """What one worker takes. Never fails: what is wrong is in the answer."""
     from worker.engine.estimate import estimate
-    from worker.weights.source import NotCached, SourceError, resolve_source
+    from worker.weights.source import NotCached, resolve_source
 
     try:
-        source = resolve_source(question.source)
+        options = WorkerOptions.model_validate(question.options)
+        source = resolve_source(question.source, revision=options.revision)
     except NotCached:
         return Answer(unknown=f"{question.source} isn't in the local cache; its size needs the network")
-    except SourceError as error:
+    except ValueError as error:
         return Answer(problem=str(error))
     try:
-        options = WorkerOptions.model_validate(question.options)
         return Answer(estimate=estimate(source.config, options, question.card_bytes))
     except ValueError as error:
         return Answer(problem=str(error))

@@ -172,6 +172,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubRequest)
         self.files = files
         self.served: set[str] = set()
+        self.resumed: list[int] = []  # where downloads went on
         self.slow = 1  # large files come in so many pieces, with a pause after each
 
 
@@ -204,7 +205,13 @@ class HubRequest(SimpleHTTPRequestHandler):
         return [{"type": "file", "path": name, "size": len(body), "oid": COMMIT} for name, body in files]
 
     def reply(self, body: bytes, **headers: str) -> None:
-        self.send_response(200)
+        asked = self.headers["range"]
+        if asked is not None and self.command == "GET":
+            start = int(asked.removeprefix("bytes=").partition("-")[0])
+            self.server.resumed.append(start)
+            headers["content-range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+            body = body[start:]
+        self.send_response(206 if "content-range" in headers else 200)
         for name, value in {"content-length": str(len(body)), "x-repo-commit": COMMIT, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -241,11 +248,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 RESOLVE = """
-import sys
+import os, sys
 from worker.weights.source import SourceError, resolve_source
 for source in sys.argv[1:]:
     try:
-        print(resolve_source(source).kind)
+        print(resolve_source(source, revision=os.environ.get("REVISION")).kind)
     except SourceError as error:
         print(type(error).__name__, error)
 """
@@ -312,6 +319,46 @@ def test_a_hub_that_cannot_be_reached_may_be_later(tmp_path: Path) -> None:
     assert found.startswith(
         f"SourceUnavailable org/model: no such path, and not found on the hub ({endpoint} "
     )
+
+
+def test_a_revision_as_an_option(hub: Hub, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    local = gguf_file(tmp_path / "local.gguf")
+    sources = ("org/model", "org/model/quant/m.gguf", "org/model@v2", "org/model@v1", str(local))
+    found = resolve_elsewhere(tmp_path, *sources, HF_ENDPOINT=endpoint, REVISION="v1")
+    assert [found[0], found[1], found[3]] == ["safetensors", "gguf", "safetensors"]
+    assert "it names one revision, and the option revision another: v1" in found[2]
+    assert "revision v1 is for models of the hub; leave it out for files" in found[4]
+    assert (tmp_path / "hf/hub/models--org--model/refs/v1").read_text() == COMMIT
+
+
+def test_a_download_that_broke_off_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> None:
+    weights = bytes(range(256)) * (LARGE // 256)
+    hub.files["model.safetensors"] = weights
+    hub.slow = 40
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT),
+    }
+    first = subprocess.Popen([sys.executable, "-c", RESOLVE, "org/model"], env=environment, cwd=tmp_path)
+    blobs = tmp_path / "hf/hub/models--org--model/blobs"
+    deadline = time.monotonic() + 100
+    while not any(part.stat().st_size > LARGE // 8 for part in blobs.glob("*.incomplete")):
+        assert time.monotonic() < deadline
+        assert first.poll() is None, "it was faster than the test"
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+    hub.slow = 1
+    assert resolve_elsewhere(tmp_path, "org/model", HF_ENDPOINT=environment["HF_ENDPOINT"]) == ["safetensors"]
+    assert len(hub.resumed) == 1
+    assert hub.resumed[0] > LARGE // 8
+    (found,) = (tmp_path / "hf/hub/models--org--model/snapshots").glob("*/model.safetensors")
+    assert found.read_bytes() == weights
 
 
 LARGE = 40 << 20

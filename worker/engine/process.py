@@ -98,7 +98,8 @@ def run(spec: EngineSpec, channel: EngineChannel[ToEngine]) -> None:
 
     options = WorkerOptions.model_validate(spec.options)
     try:
-        engine = Engine.load(resolve(resolve_source(spec.model), options, spec.vocab_limit), channel.send)
+        source = resolve_source(spec.model, revision=options.revision)
+        engine = Engine.load(resolve(source, options, spec.vocab_limit), channel.send)
     except ValueError as error:
         raise CannotStart(str(error)) from error
     except torch.OutOfMemoryError as error:

@@ -12,9 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Literal
 
+import msgspec
+
+from contracts.options import WorkerOptions
 from worker.ipc.channel import ChannelClosed, ServerChannel
 from worker.ipc.messages import (
     EngineInfo,
@@ -303,6 +306,37 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineDead(self.failure))
         self.dead.set()
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    """What arrives on any of the streams, as it arrives: (which, output), all that is there at a time."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield [(0, output)]
+        return
+    waiting = {asyncio.ensure_future(stream.__anext__()): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            arrived = sorted(((waiting.pop(future), future.result()) for future in done), key=_place)
+            yield arrived
+            for place, output in arrived:
+                if output.finish_reason is None:
+                    waiting[asyncio.ensure_future(streams[place].__anext__())] = place
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _place(arrived: tuple[int, RequestOutput]) -> int:
+    return arrived[0]
+
+
+def engine_spec(model: str, options: WorkerOptions, vocab_limit: int | None) -> str:
+    """The engine's options as JSON (worker.engine.process.EngineSpec): sizes as plain numbers of bytes.
+    `vocab_limit`: the tokenizer's size."""
+    values = {name: getattr(options, name) for name in WorkerOptions.model_fields}
+    return msgspec.json.encode({"model": model, "options": values, "vocab_limit": vocab_limit}).decode()
 
 
 def engine_command(options_json: str) -> list[str]:

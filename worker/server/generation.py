@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -15,7 +14,7 @@ import msgspec
 
 from contracts.errors import ApiError, bad_request, internal_error, unavailable
 from contracts.headers import LATE, PATIENCE, QUEUE_FULL, REFUSED
-from worker.ipc.client import RequestStream
+from worker.ipc.client import RequestStream, merged
 from worker.ipc.messages import NORMAL, EngineRequest, RequestOutput, TokenLogprob
 from worker.params import SamplingParams, choice_seeds
 from worker.server.choice import Choice, Delta
@@ -173,17 +172,15 @@ class Generation:
 
         Raises ApiError when the engine dies or fails the request, or someone aborts it.
         """
-        if len(self._sequences) == 1:
-            sequence = self._sequences[0]
-            assert sequence.stream is not None
-            async for output in sequence.stream:
-                yield [(sequence.choice, self._take(sequence, output))]
-                if sequence.choice.finished:
+        streams = [sequence.stream for sequence in self._sequences if sequence.stream is not None]
+        async with aclosing(merged(streams)) as arrivals:
+            async for arrived in arrivals:
+                found = [(self._sequences[place], output) for place, output in arrived]
+                found = [(sequence, output) for sequence, output in found if not sequence.choice.finished]
+                if found:
+                    yield [(sequence.choice, self._take(sequence, output)) for sequence, output in found]
+                if all(sequence.choice.finished for sequence in self._sequences):
                     return
-        else:
-            async with aclosing(self._merged()) as steps:
-                async for step in steps:
-                    yield step
 
     async def collect(self) -> list[Delta]:
         """All answers, whole. Raises as `steps`."""
@@ -193,28 +190,6 @@ class Generation:
                 for choice, delta in step:
                     answers[choice.index].add(delta)
         return answers
-
-    async def _merged(self) -> AsyncGenerator[Step, None]:
-        waiting: dict[asyncio.Future[RequestOutput], _Sequence] = {}
-
-        def wait_for(sequence: _Sequence) -> None:
-            assert sequence.stream is not None
-            waiting[asyncio.ensure_future(sequence.stream.__anext__())] = sequence
-
-        try:
-            for sequence in self._sequences:
-                wait_for(sequence)
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                arrived = [(waiting.pop(future), future.result()) for future in done]
-                arrived.sort(key=lambda item: item[0].choice.index)
-                yield [(sequence.choice, self._take(sequence, output)) for sequence, output in arrived]
-                for sequence, _ in arrived:
-                    if not sequence.choice.finished:
-                        wait_for(sequence)
-        finally:
-            for future in waiting:
-                future.cancel()
 
     def abort(self, error: ApiError) -> None:
         """End the request from outside, with `error` as its answer."""

@@ -13,15 +13,13 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import uvicorn
 
 from contracts.errors import ApiError, unavailable
 from contracts.notify import Notifier
-from contracts.options import WorkerOptions
 from contracts.units import format_bytes, format_duration
 from worker.config import EXIT_INVALID, WorkerConfig
-from worker.ipc.client import EngineClient, EngineDead, engine_command
+from worker.ipc.client import EngineClient, EngineDead, engine_command, engine_spec
 from worker.ipc.messages import EngineStats, Progress
 from worker.server.app import create_app
 from worker.server.listen import BindError, address, bind
@@ -107,7 +105,9 @@ class WorkerProcess:
         config = self.config
         started = time.monotonic()
         try:
-            source = await asyncio.to_thread(resolve_source, config.model, self._note_download)
+            source = await asyncio.to_thread(
+                resolve_source, config.model, self._note_download, config.revision
+            )
             self.state.progress = Progress("start", 0, 0)
             text = await asyncio.to_thread(TextModel.load, source, config)
         except ValueError as error:
@@ -115,7 +115,8 @@ class WorkerProcess:
             self._fail(f"the model can't be served: {error}", code)
             return
         log.info("loading %s (%s)", config.model, source.kind)
-        self._client = client = EngineClient(engine_command(engine_spec(config, text)))
+        vocab_limit = text.tokenizer.vocab_size if text.tokenizer else None
+        self._client = client = EngineClient(engine_command(engine_spec(config.model, config, vocab_limit)))
         self.state.text = text
         self.state.engine = client
         await client.start()
@@ -238,14 +239,6 @@ def open_tracer(config: WorkerConfig) -> Tracer | None:
     place = f"{config.slot}.{config.generation}"
     spans = Spans(config.otlp_traces_endpoint, "pagefleet-worker", place)
     return Tracer(spans, config.trace_sample_ratio, config.model_names[0])
-
-
-def engine_spec(config: WorkerConfig, text: TextModel) -> str:
-    """The engine's options as JSON (worker.engine.process.EngineSpec): sizes as plain numbers of bytes."""
-    options = {name: getattr(config, name) for name in WorkerOptions.model_fields}
-    vocab_limit = text.tokenizer.vocab_size if text.tokenizer else None
-    spec = {"model": config.model, "options": options, "vocab_limit": vocab_limit}
-    return msgspec.json.encode(spec).decode()
 
 
 def uvicorn_config(state: ServerState) -> uvicorn.Config:

@@ -51,21 +51,26 @@ class ModelSource:
     generation: dict[str, Any]
 
 
-def resolve_source(source: str, on_progress: OnProgress | None = None) -> ModelSource:
+def resolve_source(
+    source: str, on_progress: OnProgress | None = None, revision: str | None = None
+) -> ModelSource:
     """Find what `source` names: an existing path, `random:CONFIG.json`, a hub id `org/name`, or one GGUF file
     of a hub repository, `org/name/file.gguf`; `org/name@REVISION` is a certain branch, tag or commit of it.
-    The hub is asked only when no such path exists.
+    The hub is asked only when no such path exists. `revision` says the same as `@REVISION`.
 
     `on_progress(done, total)` hears how many bytes of a download are there (see `worker.weights.hub.fetch`).
 
     Raises:
         SourceError: nothing is there, or it can't be served; the message names the reason.
     """
+    path = Path(source).expanduser()
+    here = source.startswith(RANDOM_PREFIX) or (source and path.exists())
+    if here and revision is not None:
+        raise SourceError(f"{source}: revision {revision} is for models of the hub; leave it out for files")
     if source.startswith(RANDOM_PREFIX):
         return _random(source)
-    path = Path(source).expanduser()
-    if not source or not path.exists():
-        path = _from_hub(source, on_progress)
+    if not here:
+        path = _from_hub(source, on_progress, revision)
     if path.is_dir():
         return _directory(path)
     if path.suffix.lower() in _PICKLES:
@@ -183,13 +188,15 @@ def _pickle(path: Path) -> SourceError:
     )
 
 
-def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
+def _from_hub(source: str, on_progress: OnProgress | None, revision: str | None) -> Path:
     match = _HUB_ID.fullmatch(source)
     if match is None:
         raise SourceError(
             f"{source}: no such file or directory, and not a hub id (org/name, org/name@revision or "
             "org/name/file.gguf) either"
         )
+    if revision is not None and match["revision"] not in (None, revision):
+        raise SourceError(f"{source}: it names one revision, and the option revision another: {revision}")
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         DisabledRepoError,
@@ -208,7 +215,7 @@ def _from_hub(source: str, on_progress: OnProgress | None) -> Path:
         HFValidationError,
     )
     try:
-        return fetch(match["repo"], match["file"], match["revision"], on_progress)
+        return fetch(match["repo"], match["file"], revision or match["revision"], on_progress)
     except Exception as error:  # the library lets pass whatever the network, the disk or a mirror brings up
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         kind: type[SourceError]

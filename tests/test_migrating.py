@@ -1,0 +1,112 @@
+"""docs/migrating-from-vllm.md against the code: every flag of its table does what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.conftest import ROOT
+from tests.test_docs import PAGES, code_blocks, spans, tables
+from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
+from worker import spellings
+from worker.config import ConfigError, WorkerConfig, read_config
+from worker.server.metrics import Metrics
+from worker.server.state import ServerState
+
+PAGE = ROOT / "docs" / "migrating-from-vllm.md"
+((_, _, FLAGS),) = [table for table in tables(PAGE) if table[1][0] == "vLLM's flag"]
+MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+EXAMPLES = [
+    (page, number)
+    for page in PAGES
+    for number, block in enumerate(code_blocks(page, "python"))
+    if "from worker import" in block
+]
+
+
+def words_of(row: list[str]) -> list[str]:
+    (line,) = spans(row[0])
+    return shlex.split(line)
+
+
+def problems(*words: str) -> list[str]:
+    try:
+        read_config(words)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("row", FLAGS, ids=lambda row: row[0].strip("`"))
+def test_a_flag(row: list[str]) -> None:
+    words, (how, note) = words_of(row), row[1:]
+    name = words[0].removeprefix("--")
+    model = [] if words[0] in ("MODEL", "--model") else ["m"]
+    if how == "the same":
+        assert problems(*model, *words) == []
+        assert name == "MODEL" or name.replace("-", "_") in WorkerConfig.model_fields
+    elif how == "only so":
+        assert (name, words[1]) == (name, spellings.ONLY[name])
+        assert read_config([*model, *words]) == read_config(model)
+        assert [p.split(":")[0] for p in problems(*model, words[0], "other")] == [words[0]]
+        for short in spans(note):
+            assert read_config([*model, short, words[1]]) == read_config(model)
+    elif how == "no effect":
+        assert read_config([*model, *words]) == read_config(model)
+    else:
+        assert how == "refused"
+        (problem,) = problems(*model, *words)
+        assert problem.startswith(f"{words[0]}: ")
+        for named in re.findall(r"--[a-z-]+", problem.removeprefix(words[0])):
+            assert f"`{named}`" in note, problem
+            assert named.removeprefix("--").replace("-", "_") in WorkerConfig.model_fields
+        assert set(spans(note)) <= set(re.findall(r"[\w.-]+|`([^`]+)`", problem)) | set(
+            problem.split("`")
+        ) | {word.strip(":,();.") for word in problem.split()}
+
+
+def test_every_flag_that_is_known_is_on_the_page() -> None:
+    documented = [words_of(row)[0].removeprefix("--") for row in FLAGS]
+    assert len(documented) == len(set(documented))
+    known = {*spellings.ONLY, *spellings.NO_EFFECT, *spellings.NO_EFFECT_WITH_VALUE, *spellings.REFUSED}
+    assert known <= set(documented)
+
+
+def test_a_mistake_ends_the_program_with_one_line_and_code_2() -> None:
+    from worker.config import read_config_or_exit
+
+    shown = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(shown):
+        read_config_or_exit(["org/name", "--max-seq-len", "4096", "--swap-space", "4"])
+    assert ended.value.code == 2
+    assert shown.getvalue() == "worker: --max-seq-len: is now --max-model-len\n"
+
+
+def test_metrics_exist() -> None:
+    ((_, _, rows),) = [table for table in tables(PAGE) if table[1][0] == "vLLM's metric"]
+    registry: CollectorRegistry = Metrics(ServerState(WorkerConfig.model_validate({"model": "m"}))).registry
+    names = {m.name + ("_total" if m.type == "counter" else "") for m in registry.collect()}
+    for row in rows:
+        assert spans(row[1])[0] in names
+        assert all(name.startswith("vllm:") for name in spans(row[0]))
+
+
+@pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=lambda value: getattr(value, "name", str(value)))
+def test_examples_in_python_run(
+    page: Path, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a small random model in place of the real one."""
+    write_checkpoint(tmp_path, "llama", SMALL, write_byte_bpe(tmp_path))
+    code = code_blocks(page, "python")[number]
+    assert MODEL in code
+    script = tmp_path / "example.py"
+    script.write_text(code.replace(MODEL, str(tmp_path)))
+    runpy.run_path(str(script))
+    assert len(capsys.readouterr().out.splitlines()) >= 1

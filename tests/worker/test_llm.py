@@ -1,0 +1,179 @@
+"""LLM, the engine in the caller's process, with a small random model: prompts, errors, ends, memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
+from worker import LLM, SamplingParams
+from worker.engine.loop import Engine
+
+OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_memory_bytes": "8MiB", "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+CHAT = [{"role": "user", "content": "Which fleet?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, "llama", SMALL, write_byte_bpe(directory))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+def test_all_spellings_of_a_prompt_are_the_same(llm: LLM) -> None:
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("The gateway")
+    spellings: list[Any] = ["The gateway", ids, {"prompt": "The gateway"}, {"prompt_token_ids": ids}]
+    together = llm.generate(spellings, GREEDY)
+    alone = [llm.generate(spelling, GREEDY) for spelling in spellings]
+    texts = {result.outputs[0].text for result in [*together, *(one for (one,) in alone)]}
+    assert len(texts) == 1
+    assert [result.prompt for result in together] == ["The gateway", None, "The gateway", None]
+    assert all(result.finished and result.prompt_token_ids == ids for result in together)
+    assert len({result.request_id for result in together}) == 4
+
+
+def test_hundreds_of_prompts_with_parameters_of_their_own(llm: LLM) -> None:
+    """Far more than run at a time (8): each gets what it would get alone."""
+    params = [SamplingParams(seed=i, max_tokens=1 + i % 5, ignore_eos=True) for i in range(300)]
+    prompts = [[1 + i % 300, 2 + i % 50] for i in range(300)]
+    results = llm.generate(prompts, params)
+    assert [len(result.outputs[0].token_ids) for result in results] == [1 + i % 5 for i in range(300)]
+    for i in (0, 7, 123, 299):
+        assert llm.generate(prompts[i], params[i])[0].outputs == results[i].outputs
+    assert llm.check_integrity() == ""
+
+
+def test_several_answers_and_stops(llm: LLM) -> None:
+    free = llm.generate("worker", SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True))[0]
+    assert [output.index for output in free.outputs] == [0, 1, 2]
+    assert len({output.text for output in free.outputs}) == 3
+    first = free.outputs[0]
+    stop = first.text[4:6]
+    assert stop
+    stopped = llm.generate("worker", SamplingParams(seed=5, max_tokens=12, ignore_eos=True, stop=stop))[0]
+    (output,) = stopped.outputs
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert first.text.startswith(output.text)
+    assert stop not in output.text
+    assert len(output.token_ids) < len(first.token_ids)
+    end = first.token_ids[3]
+    by_token = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, stop_token_ids=[end])
+    (output,) = llm.generate("worker", by_token)[0].outputs
+    assert (output.finish_reason, output.stop_reason) == ("stop", end)
+    assert output.token_ids == first.token_ids[: first.token_ids.index(end) + 1]
+    assert llm.check_integrity() == ""
+
+
+def test_chats(llm: LLM, tmp_path: Path, model: str) -> None:
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    (one,) = llm.chat(CHAT, GREEDY)
+    assert one.prompt == "<|im_start|>user\nWhich fleet?<|im_end|>\n<|im_start|>assistant\n"
+    assert one.prompt_token_ids == tokenizer.encode(one.prompt, add_special_tokens=False)
+    assert [two.outputs for two in llm.chat([CHAT, CHAT], GREEDY)] == [one.outputs] * 2
+    (open_ended,) = llm.chat(CHAT, GREEDY, add_generation_prompt=False)
+    assert open_ended.prompt == one.prompt.removesuffix("<|im_start|>assistant\n")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{{ mood }}{{ tools[0].name if tools }}")
+    with LLM(model, **OPTIONS, chat_template=str(template)) as other:
+        (own,) = other.chat(CHAT, GREEDY, chat_template_kwargs={"mood": "!"}, tools=[{"name": "f"}])
+        assert own.prompt == "Which fleet?!f"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["fine", ""], None, "a prompt is empty"),
+        (["fine", [1] * 40_000], None, "max_model_len"),
+        ([[1], [100_000]], None, "token ids of a prompt must be from 0 to"),
+        ([[1], [-1]], None, "token ids of a prompt"),
+        (
+            [{"text": "x"}],
+            None,
+            "has prompt .text. or prompt_token_ids, and this one has text",
+        ),
+        ([{}], None, "this one has nothing"),
+        (["fine", "fine"], [GREEDY], "2 prompts but 1 sampling parameters"),
+        (["fine", "fine"], [GREEDY, SamplingParams(logit_bias={9999: 1})], "logit_bias names token 9999"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    llm: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    steps = llm.stats.steps
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+    assert llm.stats.steps == steps
+    assert llm.stats.running == llm.stats.waiting == 0
+
+
+def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+    steps = 0
+
+    def interrupted(engine: Engine) -> list[Any]:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, i] for i in range(20)], SamplingParams(max_tokens=500, ignore_eos=True))
+    assert llm.stats.running == llm.stats.waiting == 0
+    assert llm.check_integrity() == ""
+    assert llm.generate([5], GREEDY)[0].finished
+
+
+def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(model: str) -> None:
+    with LLM(model, **OPTIONS) as first:
+        engine = weakref.ref(first._engine)
+        pool = weakref.ref(first._engine.runner.kv_cache.pool)
+        expected = first.generate([5, 6, 7], GREEDY)[0].outputs
+    assert engine() is None
+    gc.collect()
+    assert pool() is None
+    for ask in (
+        lambda: first.generate([5], GREEDY),
+        lambda: first.chat(CHAT),
+        lambda: first.embed([5]),
+        lambda: first.stats,
+    ):
+        with pytest.raises(RuntimeError, match="is closed; make another one"):
+            ask()
+    first.close()
+    with LLM(model, **OPTIONS) as second:
+        assert second.generate([5, 6, 7], GREEDY)[0].outputs == expected
+
+
+def test_a_bar_is_drawn_only_when_asked_for(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if on a terminal
+    llm.generate([5], GREEDY)
+    assert capsys.readouterr().out == ""
+    llm.generate([5], GREEDY, progress=True)
+    assert "1/1 answers" in capsys.readouterr().out
+
+
+def test_options_are_the_workers(model: str) -> None:
+    with pytest.raises(ValueError, match="no_such_option"):
+        LLM(model, no_such_option=1)
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        LLM(model, max_num_seqs=0)

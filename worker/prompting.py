@@ -1,0 +1,156 @@
+"""From what a caller of `LLM` or `AsyncLLM` gives to requests of the engine; whatever is wrong is said before
+anything runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+
+from contracts.options import WorkerOptions
+from worker.ipc.messages import EngineInfo, EngineRequest
+from worker.outputs import Answer, RequestOutput
+from worker.params import SamplingParams, choice_seeds
+from worker.text.template import ChatTemplate
+from worker.text.tokenizer import Tokenizer
+from worker.text.vocabulary import fit, truncate
+from worker.weights.source import ModelSource
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+Prepared = list[tuple[EngineRequest, Answer]]
+
+
+class Prompting:
+    """Tokenizer and chat template of a model, and `info`, once its engine has loaded."""
+
+    def __init__(self, source: ModelSource, options: WorkerOptions) -> None:
+        self.tokenizer = Tokenizer.from_source(source, options.tokenizer)
+        self.info: EngineInfo | None = None
+        self._numbers = itertools.count()
+        text = self.tokenizer.chat_template if self.tokenizer is not None else None
+        if options.chat_template is not None:
+            text = Path(options.chat_template).expanduser().read_text(encoding="utf-8")
+        self._template_text = text
+        self._template: ChatTemplate | None = None
+
+    @property
+    def vocab_limit(self) -> int | None:
+        return self.tokenizer.vocab_size if self.tokenizer is not None else None
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text, if it was given as such, and token ids."""
+        if isinstance(prompt, Mapping):
+            prompt = _of_mapping(prompt)
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("this model came without a tokenizer: give token ids, or the option tokenizer")
+        return prompt, self.tokenizer.encode(prompt)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, list[int]]:
+        """A conversation through the chat template, and its token ids. ValueError when there is none, or when
+        it refuses these messages."""
+        if self._template is None:
+            if self.tokenizer is None or self._template_text is None:
+                raise ValueError("the model has no chat template: use generate, or the option chat_template")
+            ends = self.tokenizer.bos_token, self.tokenizer.eos_token
+            self._template = ChatTemplate(self._template_text, *ends)
+        assert self.tokenizer is not None
+        text = self._template.render(messages, tools, add_generation_prompt, **variables)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def prepare(
+        self,
+        prompt: tuple[str | None, list[int]],
+        params: SamplingParams,
+        *,
+        continuation: bool,
+        request_id: str | None = None,
+        **fields: Any,
+    ) -> tuple[RequestOutput, Prepared]:
+        """The result to come, and a request with its answer for each of the `n`. `fields`: of EngineRequest.
+        ValueError for what can't run."""
+        info = self.info
+        assert info is not None
+        if info.pooling is not None:
+            raise ValueError("this model makes embeddings: use embed, or the option runner='generate'")
+        text, tokens = prompt
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        result = RequestOutput(text, truncate(tokens, params, info.max_model_len), request_id=name)
+        _check_length(result, params, info)
+        ends = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        params = fit(params, self.tokenizer, info.vocab_size, (*ends, *info.eos_token_ids))
+        prepared = []
+        for index, seed in enumerate(choice_seeds(params)):
+            # The prompt's log-probabilities are told once.
+            own = params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+            answer = Answer(result, index, own, self.tokenizer, continuation=continuation)
+            request = EngineRequest(
+                f"{name}-{index}", result.prompt_token_ids, own, seed, end_token_ids=ends, **fields
+            )
+            prepared.append((request, answer))
+        return result, prepared
+
+
+def each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
+    """Parameters of every prompt. ValueError when their number is another."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * prompts
+    if len(params) != prompts:
+        raise ValueError(f"{prompts} prompts but {len(params)} sampling parameters")
+    return list(params)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A prompt alone is a list of one."""
+    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Iterator[Sequence[Message]]:
+    """A conversation alone, or each of several."""
+    if not messages or isinstance(messages[0], Mapping):
+        yield messages  # type: ignore[misc]
+    else:
+        yield from messages  # type: ignore[misc]
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    """vLLM's spelling of prompts."""
+    given: str | Sequence[int] | None = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if given is None or set(prompt) - {"prompt", "prompt_token_ids"}:
+        raise ValueError(
+            "a prompt as a dictionary has prompt (text) or prompt_token_ids, "
+            f"and this one has {', '.join(sorted(map(str, prompt))) or 'nothing'}"
+        )
+    return given
+
+
+def _check_length(result: RequestOutput, params: SamplingParams, info: EngineInfo) -> None:
+    length, longest = len(result.prompt_token_ids), info.max_model_len
+    if length == 0:
+        raise ValueError("a prompt is empty")
+    if length + (params.max_tokens != 0) > longest:
+        raise ValueError(f"a prompt has {length} tokens; max_model_len is {longest}, the answer included")
+    if max(result.prompt_token_ids) >= info.vocab_size or min(result.prompt_token_ids) < 0:
+        raise ValueError(f"token ids of a prompt must be from 0 to {info.vocab_size - 1}")

@@ -1,0 +1,146 @@
+"""Flags of vLLM's start-up scripts (`vllm serve`, 0.4 to 0.26) that a worker hasn't under that name: which
+are taken as they are, and what the others are told. docs/migrating-from-vllm.md is held to these tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+# One value says what is so anyway, others can't be had.
+ONLY: Final[Mapping[str, str]] = {
+    "tensor-parallel-size": "1",
+    "pipeline-parallel-size": "1",
+    "data-parallel-size": "1",
+    "quantization": "none",
+    "cpu-offload-gb": "0",
+    "load-format": "auto",
+    "tokenizer-mode": "auto",
+    "config-format": "auto",
+    "model-impl": "auto",
+    "task": "generate",
+    "preemption-mode": "recompute",
+    "scheduling-policy": "priority",
+    "guided-decoding-backend": "auto",
+    "structured-outputs-backend": "auto",
+    "response-role": "assistant",
+    "distributed-executor-backend": "mp",
+    "max-parallel-loading-workers": "1",
+    "num-scheduler-steps": "1",
+}
+SHORT: Final[Mapping[str, str]] = {
+    "tensor-parallel-size": "-tp",
+    "pipeline-parallel-size": "-pp",
+    "data-parallel-size": "-dp",
+    "quantization": "-q",
+}
+
+# Taken and without effect, for a reason.
+NO_EFFECT: Final[Mapping[str, str]] = {
+    "enable-auto-tool-choice": "models call tools by themselves",
+    "disable-log-requests": "requests are never logged",
+    "no-enable-log-requests": "requests are never logged",
+    "disable-uvicorn-access-log": "requests are never logged",
+    "use-v2-block-manager": "there is one",
+    "disable-frontend-multiprocessing": "the engine is always a process of its own",
+    "disable-custom-all-reduce": "a worker uses one GPU",
+    "enable-prompt-tokens-details": "usage always has cached_tokens",
+    "async-scheduling": "steps overlap on a GPU by themselves",
+    "no-trust-remote-code": "code that comes with a model is never run",
+}
+NO_EFFECT_WITH_VALUE: Final[Mapping[str, str]] = {
+    "swap-space": "preempted requests are computed again, nothing is swapped",
+    "max-log-len": "prompts are never logged",
+    "max-seq-len-to-capture": "CUDA graphs serve sequences of any length",
+    "cuda-graph-sizes": "sizes of CUDA graphs follow max_num_seqs",
+    "compilation-config": "kernels are compiled and graphs captured at every start",
+    "uvicorn-log-level": "uvicorn doesn't log by itself",
+}
+
+# What is told to those who use them.
+REFUSED: Final[Mapping[str, str]] = {
+    "trust-remote-code": "refused; code that comes with a model is never run here. "
+    "Models of the supported architectures don't need it",
+    "max-seq-len": "is now --max-model-len",
+    "context-length": "is now --max-model-len",
+    "mem-fraction-static": "is now --gpu-memory-utilization",
+    "enable-log-requests": "has no counterpart: requests are never logged, the gateway's audit file has them "
+    "(gateway.audit.file)",
+    "awq-ckpt-path": "is now --model: the directory or hub id of the checkpoint. AWQ isn't supported yet",
+    "awq-wbits": "is read from the checkpoint now. AWQ isn't supported yet",
+    "awq-groupsize": "is read from the checkpoint now. AWQ isn't supported yet",
+    "model-path": "is now --model",
+    "tokenizer-path": "is now --tokenizer",
+    "tokenizer-revision": "isn't needed: the tokenizer comes with the model, of the same --revision",
+    "code-revision": "isn't needed: code that comes with a model is never run here",
+    "download-dir": "is the environment variable HF_HOME, or HF_HUB_CACHE",
+    "hf-token": "is the environment variable HF_TOKEN",
+    "hf-overrides": "isn't offered: only --rope-theta and --max-model-len change what a checkpoint says",
+    "rope-scaling": "isn't offered: it is read from the checkpoint's config.json",
+    "sliding-window": "isn't offered: it is read from the checkpoint's config.json",
+    "disable-sliding-window": "isn't offered: sliding windows are computed as the model was trained",
+    "api-key": "is the gateway's: gateway.auth.mode keys, and `pagefleet keys create`",
+    "ssl-keyfile": "isn't offered: nginx in front does TLS (`pagefleet nginx render`)",
+    "ssl-certfile": "isn't offered: nginx in front does TLS (`pagefleet nginx render`)",
+    "ssl-ca-certs": "isn't offered: nginx in front does TLS (`pagefleet nginx render`)",
+    "root-path": "isn't offered: nginx in front maps paths (`pagefleet nginx render`)",
+    "allowed-origins": "isn't offered: nginx in front sends CORS headers",
+    "middleware": "isn't offered: no code of others runs in a worker",
+    "enable-lora": "isn't offered yet: serve the merged checkpoint",
+    "lora-modules": "isn't offered yet: serve the merged checkpoint",
+    "max-loras": "isn't offered yet: serve the merged checkpoint",
+    "max-lora-rank": "isn't offered yet: serve the merged checkpoint",
+    "speculative-config": "isn't offered yet",
+    "speculative-model": "isn't offered yet",
+    "num-speculative-tokens": "isn't offered yet",
+    "limit-mm-per-prompt": "isn't offered: the models read text only",
+    "mm-processor-kwargs": "isn't offered: the models read text only",
+    "enable-expert-parallel": "isn't offered: mixtures of experts aren't supported",
+    "kv-transfer-config": "isn't offered",
+    "calculate-kv-scales": "isn't offered: the KV cache is not quantised",
+    "long-prefill-token-threshold": "is --tpot-target-ms: in time instead of tokens",
+    "max-num-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
+    "max-long-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
+    "enable-reasoning": "isn't needed: --reasoning-parser alone says it",
+    "chat-template-content-format": "isn't needed: it is read from the template",
+    "override-generation-config": "isn't offered: requests say how they are sampled",
+    "generation-config": "isn't offered: requests say how they are sampled",
+    "max-logprobs": "isn't offered: at most 20 alternatives are told",
+}
+# Those of them that take no value.
+SWITCHES: Final = frozenset((
+    "trust-remote-code", "enable-log-requests", "disable-sliding-window", "enable-lora",
+    "enable-expert-parallel", "calculate-kv-scales", "enable-reasoning",
+))  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """All of them, without showing the refused ones in --help."""
+    group = parser.add_argument_group("accepted for compatibility")
+    for flag, only in ONLY.items():
+        names = [f"--{flag}", *([SHORT[flag]] if flag in SHORT else [])]
+        group.add_argument(*names, metavar=only.upper(), help=f"Only {only}.")
+    for flag, why in NO_EFFECT.items():
+        group.add_argument(f"--{flag}", action="store_true", help=f"No effect: {why}.")
+    for flag, why in NO_EFFECT_WITH_VALUE.items():
+        group.add_argument(f"--{flag}", nargs="+", metavar="X", help=f"No effect: {why}.")
+    for flag in REFUSED:
+        if flag in SWITCHES:
+            parser.add_argument(f"--{flag}", action="store_const", const=True, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(f"--{flag}", nargs="*", help=argparse.SUPPRESS)
+
+
+def problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the flags that were `given` (argparse's names), one line each."""
+    for flag, only in ONLY.items():
+        if (given[_name(flag)] or only).lower() != only:
+            yield f"--{flag}: only {only} is accepted, anything else is not supported yet"
+    for flag, why in REFUSED.items():
+        if given[_name(flag)] is not None:
+            yield f"--{flag}: {why}"
+
+
+def _name(flag: str) -> str:
+    return flag.replace("-", "_")
