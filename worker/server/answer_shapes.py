@@ -46,12 +46,19 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -62,6 +69,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -77,6 +86,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -151,6 +163,7 @@ class Generated(msgspec.Struct, kw_only=True):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobEntry] | None
+    prompt_logprobs: list[TokenLogprobEntry | None] | None = None
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     usage: CompletionUsage
