@@ -71,6 +71,13 @@ def test_states_are_those_of_transformers(
             assert result.outputs.embedding == near(expected(reference, prompt, kind))
             assert result.prompt_token_ids == prompt
     assert embedder.check_integrity() == ""
+    # Two steps in flight, as on a GPU.
+    embedder._engine._depth = 2
+    try:
+        for prompt, result in zip(prompts, embedder.embed(prompts)):
+            assert result.outputs.embedding == near(expected(reference, prompt, kind))
+    finally:
+        embedder._engine._depth = 1
     cached = [result.cached_tokens for result in embedder.embed(prompts)]
     assert (max(cached) > 0) == (kind == "last"), "the mean needs every token's state"
     assert embedder.stats.generation_tokens == 0
@@ -181,6 +188,29 @@ def test_what_would_give_other_vectors_is_refused(
     with pytest.raises(SourceError, match=said):
         find_pooling(resolve_source(str(checkpoint)))
     assert find_pooling(resolve_source(str(checkpoint)), "generate") is None
+
+
+def test_layers_without_an_output_layer(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """As embedding models are saved: the class's name is another, and so are the tensors' names."""
+    whole = write_checkpoint(tmp_path / "whole", "llama", SMALL, 400)
+    whole.model.save_pretrained(tmp_path / "bare")
+    write_byte_bpe(tmp_path / "bare")
+    with pytest.raises(SourceError, match="output layer"):
+        find_pooling(resolve_source(str(tmp_path / "bare")), "generate")
+    with LLM(str(tmp_path / "bare"), **OPTIONS) as llm:
+        (result,) = llm.embed([prompts[5]])
+        assert result.outputs.embedding == near(expected(whole, prompts[5], "last"))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_in_both_directions_is_refused(checkpoint: Path, causal: bool) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "is_causal": causal}))
+    if causal:
+        assert resolve_source(str(checkpoint))
+        return
+    with pytest.raises(SourceError, match="both directions"):
+        resolve_source(str(checkpoint))
 
 
 def test_sizes_that_a_model_was_trained_for(checkpoint: Path) -> None:

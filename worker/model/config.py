@@ -107,6 +107,8 @@ class ModelConfig:
     `sliding_window` W lets a token see itself and W - 1 before it, but in `full_attention_layers`; None: all
     before it in every layer.
     `torch_dtype` is the checkpoint's own ("float32", "float16" or "bfloat16").
+    `headless`: the checkpoint is the layers alone, as embedding models are saved: tensors are named without
+    `model.`, and there is no output layer (the embeddings stand in for it).
     """
 
     architecture: Architecture
@@ -129,6 +131,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     torch_dtype: str
+    headless: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -14,7 +14,7 @@ from worker.model.tables import ArchitectureSpec
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Read a config.json as transformers 4 or 5 writes it. Raises UnsupportedModel."""
-    spec = _architecture(config)
+    spec, headless = _architecture(config)
     fields = Fields(config)
     traits = spec.traits(fields)
     refuse_hf(fields, traits.qk_norm)
@@ -32,7 +32,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=read_rope(fields, head_dim, spec),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=headless or fields.flag("tie_word_embeddings"),
         attention_bias=traits.attention_bias,
         output_bias=traits.output_bias,
         qk_norm=traits.qk_norm,
@@ -41,17 +41,21 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=token_ids(config.get("eos_token_id")),
         bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
         torch_dtype=_dtype(config),
+        headless=headless,
     )
     _check_layer_types(config, model)
     return model
 
 
-def _architecture(config: Mapping[str, Any]) -> ArchitectureSpec:
+def _architecture(config: Mapping[str, Any]) -> tuple[ArchitectureSpec, bool]:
+    """The architecture, and whether the checkpoint is its layers alone (`LlamaModel`)."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else config.get("model_type")
     for spec in ARCHITECTURES.values():
         if name == (spec.hf_class if named else spec.model_type):
-            return spec
+            return spec, False
+        if named and name == spec.hf_class.removesuffix("ForCausalLM") + "Model":
+            return spec, True
     supported = ", ".join(spec.hf_class for spec in ARCHITECTURES.values())
     raise UnsupportedModel(f"architecture {name!r:.80} is not supported; supported: {supported}")
 

@@ -90,6 +90,8 @@ def refuse_hf(config: Fields, qk_norm: bool) -> None:
         raise UnsupportedModel(f"hidden_act {activation!r:.40} is not supported; supported: silu")
     for key, neutral in _HF.items():
         config.refuse(key, *neutral)
+    if config.values.get("is_causal") is False:
+        raise UnsupportedModel("is_causal false: attention in both directions is not supported")
     if not qk_norm:
         config.refuse("use_qk_norm")
         config.refuse("qk_norm")
@@ -101,6 +103,10 @@ def refuse_gguf(fields: Fields) -> None:
         raise UnsupportedModel(f"{fields.prefix}expert_count: mixtures of experts are not supported")
     for key, neutral in _GGUF.items():
         fields.refuse(key, *neutral)
+    if fields.values.get("attention.causal") is False:
+        raise UnsupportedModel(
+            f"{fields.prefix}attention.causal false: attention in both directions is not supported"
+        )
 
 
 def refuse_rope(rope: Fields) -> None:

@@ -85,7 +85,10 @@ def _fill_from_checkpoint(model: CausalLM, source: ModelSource, progress: Progre
         _fill(targets, read_gguf(header), sum(tensor.nbytes for tensor in header.tensors), progress)
     else:
         files = safetensors_files(source.path)
-        targets = Targets(config, model.named_parameters, layout.hf, source.path)
+        table = layout.hf
+        if config.headless:
+            table = {name.removeprefix("model."): slot for name, slot in table.items()}
+        targets = Targets(config, model.named_parameters, table, source.path)
         _fill(targets, read_safetensors(files), sum(file.stat().st_size for file in files), progress)
 
 

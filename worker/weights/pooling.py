@@ -29,11 +29,15 @@ def find_pooling(
         raise SourceError(
             f"pooling_type {pooling_type} is for embeddings; it doesn't go with runner generate"
         )
+    if runner == "generate" and source.config.headless:
+        raise SourceError(
+            f"{source.path}: a checkpoint without an output layer can't generate; runner pooling"
+        )
     if runner == "generate":
         return None
     named = pooling_type if pooling_type != "auto" else None
     found = _declared(source, named)
-    if found is None and runner == "auto" and named is None:
+    if found is None and runner == "auto" and named is None and not source.config.headless:
         return None
     kind, normalize = found or (named or "last", True)
     sizes, any_size = _cuts(source)
