@@ -12,12 +12,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.worker.chat_templates import QWEN3, text_side
-from tests.worker.fake_engine import INFO, MODEL, FakeEngine, in_process, make_state, say, strict_json
+from tests.worker.fake_engine import (
+    INFO,
+    MODEL,
+    POOLING_INFO,
+    FakeEngine,
+    in_process,
+    make_state,
+    say,
+    strict_json,
+)
 from worker.server.responses_input import ResponsesRequest
 from worker.server.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerateRequest,
     TokenizeRequest,
 )
@@ -27,6 +37,7 @@ ROUTES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}]}),
     "/v1/responses": (ResponsesRequest, {"input": "Hi"}),
     "/v1/completions": (CompletionRequest, {"prompt": "Hi"}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "Hi"}),
     "/generate": (GenerateRequest, {"prompt": "Hi"}),
     "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [72]}),
@@ -135,6 +146,57 @@ WITH_TOOLS = {
 }
 
 
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.sampled_from(
+            [{"type": "string"}, {"type": "integer"}, {"type": "null"}, {"enum": ["a", 1]}, {}, True]
+        ),
+        st.fixed_dictionaries({"type": st.just("string")}, optional={"pattern": TEXT, "maxLength": NUMBERS}),
+        st.sampled_from(
+            [{"$ref": "#"}, {"$ref": "#/nowhere"}, {"type": "decimal"}, {"const": "\ud83d\ude00"}]
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda items: {"type": "array", "items": items}, inner),
+        st.builds(lambda one: {"type": "object", "properties": {"a": one}, "required": ["a"]}, inner),
+        st.builds(lambda some: {"anyOf": some}, st.lists(inner, max_size=3)),
+    ),
+    max_leaves=4,
+)
+REGEXES = st.sampled_from(["", "a+", "(", "[0-9]{1,4}", "(a|b)*c", "\\d{9999}", "(?=x)", "(x+x+)+y", "\x00"])
+GRAMMARS = st.sampled_from(
+    ["", 'start: "a" | "b"', "start: start", 'root ::= "a"', "start: nothing", "}{", "a" * 300]
+)
+FORMS = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "response_format": st.one_of(
+                st.fixed_dictionaries(
+                    {
+                        "type": st.sampled_from(["json_schema", "json_object", "text", "regex"]),
+                        "json_schema": st.fixed_dictionaries({"name": TEXT, "schema": SCHEMAS}),
+                    }
+                ),
+                VALUES,
+            )
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "structured_outputs": st.fixed_dictionaries(
+                {}, optional={"json": SCHEMAS, "regex": REGEXES, "grammar": GRAMMARS, "choice": VALUES}
+            )
+        }
+    ),
+    st.one_of(
+        st.builds(lambda one: {"guided_json": one}, SCHEMAS),
+        st.builds(lambda one: {"guided_regex": one}, REGEXES),
+        st.builds(lambda one: {"guided_grammar": one}, GRAMMARS),
+        st.builds(lambda one: {"guided_choice": one}, st.one_of(st.lists(TEXT, max_size=3), VALUES)),
+    ),
+)
+
+
 SAYS_CALL = say('<think>Hm.</think>Well.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
 
 
@@ -153,6 +215,8 @@ async def ask(path: str, body: bytes, text: TextModel | None = None) -> None:
     engine = FakeEngine(per_step=8)
     if text is not None:
         engine.script, engine.info = SAYS_CALL, msgspec.structs.replace(INFO, max_model_len=8192)
+    if path == "/v1/embeddings":
+        engine.info = POOLING_INFO
     state = make_state(engine)
     state.text = text or state.text
     try:
@@ -175,6 +239,31 @@ def test_any_tools_and_items(path: str) -> None:
     @given(WITH_TOOLS[path])
     def check(body: dict[str, Any]) -> None:
         asyncio.run(ask(path, json.dumps({"model": MODEL, **body}).encode(), text_side(QWEN3)))
+
+    check()
+
+
+def test_any_form() -> None:
+    """Schemas, regular expressions and grammars, good and bad; all are tried out by one process."""
+
+    async def ask_all(requests: list[bytes]) -> None:
+        state = make_state(FakeEngine(per_step=8))
+        try:
+            async with asyncio.timeout(200), in_process(state) as client:
+                for body in requests:
+                    answer = await client.post("/v1/completions", content=body)
+                    assert answer.status_code in (200, 400), (body, answer.text)
+                    if answer.status_code == 400:
+                        assert strict_json(answer.content)["error"]["param"], body
+        finally:
+            if state.grammars is not None:
+                state.grammars.close()
+
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(FORMS, min_size=20, max_size=20))
+    def check(forms: list[dict[str, Any]]) -> None:
+        bodies = [json.dumps({"model": MODEL, "prompt": "x", **form}).encode() for form in forms]
+        asyncio.run(ask_all(bodies))
 
     check()
 
