@@ -261,6 +261,8 @@ async def test_forced_calls(tool_choice: Any, answer: str) -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True}, "background"),
         ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"truncation": "auto"}, "truncation"),

@@ -15,6 +15,7 @@ from worker.server.answers import AnswerPlan, ReadAnswer, formed, plan_answers
 from worker.server.chat_prompt import render_chat
 from worker.server.choice import Delta
 from worker.server.exchange import Exchange
+from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation, check_sequences
 from worker.server.logprobs import chat_logprobs
 from worker.server.responses_input import ResponsesRequest, TextFormat, messages_of, refusal_of
@@ -46,7 +47,9 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
     prompt = await render_chat(
         text, messages_of(request), tools=tools, variables=_variables(request), param="input"
     )
-    tokens = await text.encode(prompt, param="input", add_special_tokens=False, limit=info.max_model_len)
+    tokens = await text.encode(
+        prompt, param="input", add_special_tokens=False, limit=longest_prompt(params, info)
+    )
     plan = plan_answers(text, tools, prompt, None) or AnswerPlan(text, None, None)
     generation = Generation(
         state,

@@ -208,6 +208,10 @@ def refusal_of(request: ResponsesRequest) -> ApiError | None:
     for index, name in enumerate(request.include or ()):
         if name not in ("message.output_text.logprobs", "reasoning.encrypted_content"):
             return bad_request(f"include[{index}] is {name[:60]!r}, which isn't there", f"include[{index}]")
+    if request.prompt_logprobs is not None:
+        return bad_request(
+            "prompt_logprobs have no place in a response; /v1/chat/completions tells them", "prompt_logprobs"
+        )
     if request.n not in (None, 1):
         return bad_request("n must be 1 here; /v1/chat/completions gives several answers", "n")
     return None
