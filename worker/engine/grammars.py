@@ -76,11 +76,12 @@ class Grammars:
         """Whether the request has its constraint now; else `ready` hands it out later."""
         form = request.params.structured_outputs
         assert form is not None
-        if form in self._known:
+        known = self._known.get(form)
+        if known is not None and known.matcher is not None:
             self._constrain(request, form)
             return True
         if form not in self._waiting:
-            self._workshop.order(form)
+            self._workshop.order(form, known)
         self._waiting.setdefault(form, []).append(request)
         return False
 
@@ -106,11 +107,10 @@ class Grammars:
                 return found
             wait = 0.0
             requests = self._waiting.pop(compiled.form)
-            if compiled.matcher is not None:
-                self._known[compiled.form] = compiled
-                for request in requests:
-                    self._constrain(request, compiled.form)
-                self._forget_oldest()
+            self._known[compiled.form] = compiled
+            for request in requests if compiled.matcher is not None else ():
+                self._constrain(request, compiled.form)
+            self._forget_oldest()
             found += [(request, compiled.error) for request in requests]
 
     def mask(self, requests: list[Request]) -> FormMask | None:
@@ -163,8 +163,11 @@ class _Workshop:
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._threads = 0
 
-    def order(self, form: StructuredOutputs) -> None:
-        """Have a form compiled."""
+    def order(self, form: StructuredOutputs, known: _Compiled | None) -> None:
+        """Have a form compiled, unless it is known what comes of that."""
+        if known is not None:
+            self._done.put(known)
+            return
         self._jobs.put(form)
         if self._threads == _THREADS:
             return
