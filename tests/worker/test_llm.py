@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich
 
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
 from worker import LLM, SamplingParams
@@ -162,14 +163,15 @@ def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(model: st
         assert second.generate([5, 6, 7], GREEDY)[0].outputs == expected
 
 
-def test_a_bar_is_drawn_only_when_asked_for(
-    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as if on a terminal
-    llm.generate([5], GREEDY)
-    assert capsys.readouterr().out == ""
-    llm.generate([5], GREEDY, progress=True)
-    assert "1/1 answers" in capsys.readouterr().out
+def test_a_bar_is_drawn_only_when_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    rich.reconfigure(force_terminal=True)
+    try:
+        llm.generate([5], GREEDY)
+        assert capsys.readouterr().out == ""
+        llm.generate([5], GREEDY, progress=True)
+        assert "1/1 answers" in capsys.readouterr().out
+    finally:
+        rich.reconfigure()
 
 
 def test_options_are_the_workers(model: str) -> None:
