@@ -32,7 +32,7 @@ from worker.server.lifecycle import HttpServer, uvicorn_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
-EXAMPLES = int(os.environ.get("PAGEFLEET_FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("PAGEFLEET_FUZZ_EXAMPLES", "8"))
 SECONDS = 60.0  # for one answer
 EMBEDDER = "vectors"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

@@ -259,7 +259,7 @@ def test_any_form() -> None:
             if state.grammars is not None:
                 state.grammars.close()
 
-    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(FORMS, min_size=20, max_size=20))
     def check(forms: list[dict[str, Any]]) -> None:
         bodies = [json.dumps({"model": MODEL, "prompt": "x", **form}).encode() for form in forms]
