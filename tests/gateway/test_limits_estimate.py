@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.inbound import MAX_SEQUENCES, parse_body
 from gateway.limits.estimate import COMPLETION, USUAL_ANSWER, reservation, sequences
 
 WORDS = "The quick brown fox jumps over the lazy dog. "
@@ -97,3 +98,19 @@ def test_what_isnt_json_is_no_failure() -> None:
 )
 def test_sequences_are_answers_times_prompts(n: object, prompt: str, count: int) -> None:
     assert sequences(n, prompt.encode()) == count
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "weight"),
+    [
+        ("/v1/embeddings", ["a", "b", "c"], 3),
+        ("/v1/embeddings", [[1, 2], [3]], 2),
+        ("/v1/embeddings", "a", 1),
+        ("/v1/embeddings", [1, 2, 3], 1),
+        ("/v1/embeddings", ["a"] * 500, MAX_SEQUENCES),
+        ("/v1/responses", [{"role": "user", "content": "a"}] * 3, 1),
+    ],
+)
+def test_what_inputs_weigh_on_a_worker(path: str, value: Any, weight: int) -> None:
+    body = json.dumps({"model": "m", "input": value}).encode()
+    assert parse_body(body, {"path": path, "query_string": b""}).sequences == weight
