@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING
 
 from worker.grammar.after_reasoning import after_reasoning
+from worker.grammar.closing import close_objects
 from worker.params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _schema_source(text: str) -> str:
 
     try:
         schema = json.loads(text)
+        close_objects(schema)
     except RecursionError:
         raise GrammarError("the schema is nested too deeply") from None
     except ValueError as error:
@@ -90,13 +92,14 @@ def _schema_source(text: str) -> str:
     if schema is False:
         raise GrammarError(_NOTHING_MATCHES)
     if schema is True:
-        text = "{}"
+        schema = {}
     elif not isinstance(schema, dict):
         raise GrammarError("a schema must be an object, or true or false")
     try:
         # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
         return LLMatcher.grammar_from_json_schema(
-            text, overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": False}
+            json.dumps(schema),
+            overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": False},
         )
     except ValueError as error:
         raise GrammarError(str(error)) from None
