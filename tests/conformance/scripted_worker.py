@@ -86,6 +86,6 @@ if __name__ == "__main__":
         command = [sys.executable, "-m", "tests.conformance.scripted_worker"]
         patched: Any = lifecycle
         patched.engine_command = lambda spec: command
-        patched.resolve_source = lambda _, on_progress: NoSource()
+        patched.resolve_source = lambda _, on_progress, revision: NoSource()
         patched.TextModel.load = scripted_text
         main()

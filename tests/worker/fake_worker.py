@@ -42,6 +42,6 @@ if __name__ == "__main__":
     command = [sys.executable, "-m", "tests.worker.fake_engine_process"]
     command += ["--load-seconds", times.load_seconds, "--fail", times.fail]
     lifecycle.engine_command = lambda spec: command  # type: ignore[assignment]
-    lifecycle.resolve_source = lambda _, on_progress: FakeSource(times.find_seconds, on_progress)  # type: ignore[assignment,return-value]
+    lifecycle.resolve_source = lambda _, on_progress, revision: FakeSource(times.find_seconds, on_progress)  # type: ignore[assignment,return-value]
     lifecycle.TextModel.load = fake_text  # type: ignore[method-assign,assignment]
     main()
