@@ -18,8 +18,9 @@ OnProgress = Callable[[int, int], None]
 def fetch(
     repo: str, file: str | None, revision: str | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """The file, or without one the directory of the model, in the local cache; downloaded if it isn't there,
-    and where a download broke off, from there on. `revision`: a branch, tag or commit; None: the main branch.
+    """The file, or without one the directory of the model, in the local cache; downloaded if it isn't there;
+    files that are there whole aren't fetched again, and a connection that breaks is taken up where it was.
+    `revision`: a branch, tag or commit; None: the main branch.
 
     `on_progress(done, total)`, in bytes, is called twice a second from a thread of its own while something
     comes; total is 0 while it isn't known. Raises whatever the library, the network and the disk bring up.
