@@ -105,6 +105,34 @@ async def test_every_kind_of_message_reaches_the_template(message: dict[str, Any
     assert f"<|im_start|>{shown}<|im_end|>" in prompt
 
 
+@pytest.mark.parametrize("content", ["The answer is ", [{"type": "text", "text": "The answer is "}]])
+async def test_an_answer_may_go_on_with_the_last_message(content: Any) -> None:
+    engine = FakeEngine()
+    state = make_state(engine)
+    message = {"role": "assistant", "content": content}
+    await chat(state, messages=[*HELLO, message], continue_final_message=True)
+    assert state.text
+    assert state.text.tokenizer
+    prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nThe answer is "
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"add_generation_prompt": True}, "leave one of them out"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": None}]}, "no text to go on with"),
+    ],
+)
+async def test_what_no_answer_can_go_on_with(fields: dict[str, Any], problem: str) -> None:
+    async with in_process(make_state()) as client:
+        body = {"model": MODEL, "messages": HELLO, "continue_final_message": True, **fields}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "continue_final_message"
+    assert problem in answer.json()["error"]["message"]
+
+
 async def test_stream_has_the_shape_that_clients_expect() -> None:
     chunks = await stream(make_state(), stream_options={"include_usage": True})
     assert chunks[-1] == "[DONE]"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from worker.text import template as module
-from worker.text.template import ChatTemplate, TemplateError
+from worker.text.template import ChatTemplate, TemplateError, up_to_mark, with_mark
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -109,6 +109,34 @@ def test_renders_as_transformers_does(name: str, chat: str, add_generation_promp
             CHATS[chat], [TOOL], add_generation_prompt, **extra
         )
         assert ours == expected[0]
+
+
+@pytest.mark.parametrize("text", ["The answer is", " padded \n", "</s>", "user", "x <|im_end|> x"])
+@pytest.mark.parametrize("name", ["chatml", "headers", "phi"])
+def test_a_message_goes_on_as_in_transformers(name: str, text: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = [*CHATS["turns"], {"role": "assistant", "content": text}]
+    expected, _ = render_jinja_template(
+        conversations=[chat],
+        chat_template=TEMPLATES[name],
+        continue_final_message=True,
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    chat[-1] = with_mark(chat[-1], "MARK")
+    prompt = ChatTemplate(TEMPLATES[name], "<s>", "</s>").render(chat, add_generation_prompt=False)
+    assert up_to_mark(prompt, "MARK") == expected[0]
+
+
+def test_a_message_that_cannot_go_on_is_refused() -> None:
+    for content in ("", " \n", None, [], [{"type": "text", "text": ""}]):
+        with pytest.raises(TemplateError, match="no text"):
+            with_mark({"role": "assistant", "content": content}, "MARK")
+    with pytest.raises(TemplateError, match="show"):
+        up_to_mark("prompt", "MARK")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert with_mark({"content": parts}, "M") == {"content": [parts[0], {"type": "text", "text": "bM "}]}
 
 
 def test_messages_are_data_not_template() -> None:

@@ -36,7 +36,8 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         text,
         request.messages,
         tools=tools,
-        add_generation_prompt=request.add_generation_prompt is not False,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
         variables=template_variables(request.chat_template_kwargs),
     )
     tokens = await text.encode(

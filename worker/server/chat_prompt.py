@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,8 +14,11 @@ from contracts.errors import bad_request
 from worker.server.schemas import MAX_MESSAGES, Message
 from worker.server.text_model import TextModel
 from worker.server.tools import ToolUse
+from worker.text.template import TemplateError, up_to_mark, with_mark
 
 _OFF_LOOP_MESSAGES = 64
+
+T = TypeVar("T")
 
 
 async def render_chat(
@@ -22,11 +26,21 @@ async def render_chat(
     messages: Sequence[Message],
     *,
     tools: ToolUse | None = None,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     variables: dict[str, Any],
     param: str = "messages",
 ) -> str:
-    """The prompt of a chat. ApiError 400 when it can't become one; `param`: the field that has it."""
+    """The prompt of a chat. ApiError 400 when it can't become one; `param`: the field that has it.
+
+    `add_generation_prompt`: by default, unless `continue_final_message`: then it ends in the last message.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise bad_request(
+            "continue_final_message goes on with the last message, add_generation_prompt begins a new one; "
+            "leave one of them out",
+            "continue_final_message",
+        )
     if not messages:
         raise bad_request(f"{param} is empty: at least one message is needed", param)
     if len(messages) > MAX_MESSAGES:
@@ -35,16 +49,27 @@ async def render_chat(
     if tools is not None:
         _check_that_tools_show(text, tools)
     plain = [_for_template(message) for message in messages]
+    mark = secrets.token_hex(16)
+    if continue_final_message:
+        plain[-1] = _going_on(with_mark, plain[-1], mark)
     render = partial(
         text.render,
         plain,
         tools=tools.tools if tools is not None else (),
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
         variables=variables,
         param=param,
     )
     # Long conversations take milliseconds to render: other streams go on meanwhile.
-    return render() if len(plain) <= _OFF_LOOP_MESSAGES else await asyncio.to_thread(render)
+    prompt = render() if len(plain) <= _OFF_LOOP_MESSAGES else await asyncio.to_thread(render)
+    return _going_on(up_to_mark, prompt, mark) if continue_final_message else prompt
+
+
+def _going_on(function: Callable[[T, str], T], given: T, mark: str) -> T:
+    try:
+        return function(given, mark)
+    except TemplateError as error:
+        raise bad_request(f"continue_final_message: {error}", "continue_final_message") from error
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class WorkerProcess:
         server = HttpServer(uvicorn_config(self.state))
         serving = asyncio.create_task(server.serve(sockets=[self._sock]), name="http")
         tasks = [
-            asyncio.create_task(self._load(), name="load"),
+            asyncio.create_task(self._start(), name="load"),
             asyncio.create_task(self._supervision.run(), name="supervision"),
         ]
         if self.config.parent_pid is not None:
@@ -99,6 +99,13 @@ class WorkerProcess:
         log.info("stopped")
 
     # ------------------------------------------------------------------ start
+
+    async def _start(self) -> None:
+        try:
+            await self._load()
+        except Exception as error:  # a bug: better an end that says so than a worker that loads for ever
+            log.exception("the worker can't go on")
+            self._fail(f"the worker can't go on: {error!r}")
 
     async def _load(self) -> None:
         """Load the text side here and the weights in the engine process; then watch the engine."""

@@ -124,7 +124,8 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
             text,
             request.messages,
             tools=tool_use(chat_tools(request.tools), None, None),
-            add_generation_prompt=request.add_generation_prompt is not False,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
             variables=template_variables(request.chat_template_kwargs),
         )
         special = request.add_special_tokens is True  # the template has put them there already

@@ -159,6 +159,7 @@ class ChatRequest(Sampling, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     functions: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
 
 
@@ -199,6 +200,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     return_token_strs: bool | None = None

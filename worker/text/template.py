@@ -129,6 +129,31 @@ class ChatTemplate:
         return ready
 
 
+def with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """`message` with a mark at the end of its text, by which `up_to_mark` finds it in the prompt.
+    TemplateError when it has no text."""
+    content = message.get("content")
+    parts = list(content) if isinstance(content, (list, tuple)) else [content]
+    last = parts[-1] if parts else None
+    text = last.get("text") if isinstance(last, Mapping) else last
+    if not isinstance(text, str) or not text.strip():
+        raise TemplateError("the last message has no text to go on with")
+    # If the template strips its messages, the space goes.
+    marked = f"{text}{mark} "
+    parts[-1] = {**last, "text": marked} if isinstance(last, Mapping) else marked
+    return {**message, "content": parts[-1] if isinstance(content, str) else parts}
+
+
+def up_to_mark(prompt: str, mark: str) -> str:
+    """`prompt` without the mark and what the template put behind it, for an answer that goes on with its last
+    message. TemplateError when the template doesn't show it."""
+    end = prompt.rfind(mark)
+    if end < 0:
+        raise TemplateError("the chat template doesn't show the last message's text")
+    before = prompt[:end]
+    return before if prompt.startswith(f"{mark} ", end) else before.rstrip()
+
+
 def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
