@@ -369,13 +369,13 @@ def test_a_swap_goes_on_after_the_supervisor_was_killed_and_loses_nothing(fleet:
 
 @pytest.fixture
 def starved() -> Iterator[Path]:
-    """A control group whose processes the kernel ends when they want any memory more."""
+    """A control group whose processes the kernel ends when they want more than 4 MiB."""
     groups = Path("/sys/fs/cgroup")
     is_v1 = (groups / "memory").is_dir()
     group = groups / ("memory" if is_v1 else "") / f"pagefleet-starved-{os.getpid()}"
     try:
         group.mkdir()
-        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(64 << 10))
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(4 << 20))
     except OSError as error:
         pytest.skip(f"no control group for memory can be made here: {error}")
     yield group
@@ -393,7 +393,7 @@ def test_a_standby_killed_for_want_of_memory_goes_back_and_says_so(fleet: Fleet,
     (starved / "cgroup.procs").write_text(str(unit.pid))
     transport = httpx.HTTPTransport(uds=str(fleet.state.run / f"{new}.{unit.generation}.sock"), verify=False)
     with httpx.Client(transport=transport, timeout=60) as client, contextlib.suppress(httpx.TransportError):
-        client.post("http://worker/v1/completions", json={"model": "c", "prompt": "x" * (2 << 20)})
+        client.post("http://worker/v1/completions", json={"model": "c", "prompt": "x" * (16 << 20)})
     fleet.until(lambda: fleet.rollouts()[0].terminal)
     rollout = fleet.rollouts()[0]
     assert (rollout.phase, rollout.exit_code) == ("rolled_back", 4)
