@@ -30,8 +30,8 @@ WORKER_ALLOWED = {
     "plan": {"engine", "weights"},
     "outputs": {"text", "ipc", "params"},
     "prompting": {"outputs", "text", "ipc", "params", "weights"},
-    "llm": {"prompting", "outputs", "engine", "text", "ipc", "params", "weights", "embed"},
-    "async_llm": {"prompting", "outputs", "text", "ipc", "params", "weights"},
+    "llm": {"spellings", "prompting", "outputs", "engine", "text", "ipc", "params", "weights", "embed"},
+    "async_llm": {"spellings", "prompting", "outputs", "text", "ipc", "params", "weights"},
     "embed": {"engine", "ipc", "params", "pooling"},
 }
 

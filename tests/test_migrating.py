@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from tests.conftest import ROOT
 from tests.test_docs import PAGES, code_blocks, spans, tables
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
-from worker import spellings
+from worker import SamplingParams, StructuredOutputs, spellings
 from worker.config import ConfigError, WorkerConfig, read_config
 from worker.server.metrics import Metrics
 from worker.server.state import ServerState
@@ -110,3 +110,27 @@ def test_examples_in_python_run(
     script.write_text(code.replace(MODEL, str(tmp_path)))
     runpy.run_path(str(script))
     assert len(capsys.readouterr().out.splitlines()) >= 1
+
+
+def test_options_in_python_are_told_the_same() -> None:
+    given = {"model": "m", "max_num_seqs": 4, "tensor_parallel_size": 1, "trust_remote_code": False}
+    assert spellings.options_of({**given, "swap_space": 4, "task": "generate"}) == {
+        "model": "m",
+        "max_num_seqs": 4,
+    }
+    for name, value, told in (
+        ("trust_remote_code", True, "code that comes with a model is never run"),
+        ("tensor_parallel_size", 2, "only 1 is accepted"),
+        ("quantization", "awq", "AWQ, GPTQ and FP8"),
+        ("task", "embed", "--runner pooling"),
+        ("max_seq_len", 4096, "is now --max-model-len"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            spellings.options_of({**given, name: value})
+
+
+def test_a_form_may_be_given_as_vllm_has_it() -> None:
+    given = SamplingParams(structured_outputs={"choice": ["yes", "no"]})  # type: ignore[arg-type]
+    assert given.structured_outputs == StructuredOutputs(choice=("yes", "no"))
+    with pytest.raises(ValueError, match=r"has no 'choices'; it has json, regex, choice"):
+        SamplingParams(structured_outputs={"choices": ["yes"]})  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from worker.ipc.messages import EngineInfo, EngineStats
 from worker.outputs import NewParts, RequestOutput
 from worker.params import SamplingParams
 from worker.prompting import Message, Prepared, Prompt, Prompting
+from worker.spellings import options_of
 from worker.text.tokenizer import Tokenizer
 from worker.weights.source import resolve_source
 
@@ -34,7 +35,7 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._model = model
-        self._options = WorkerOptions.model_validate(options)
+        self._options = WorkerOptions.model_validate(options_of(options))
         self._prompting: Prompting | None = None
         self._client: EngineClient | None = None
         self._running: dict[str, Prepared] = {}

@@ -26,6 +26,7 @@ from worker.ipc.messages import EngineInfo, EngineStats
 from worker.outputs import Answer, CompletionOutput, RequestOutput
 from worker.params import SamplingParams
 from worker.prompting import Message, Prepared, Prompt, Prompting, as_list, conversations, each
+from worker.spellings import options_of
 from worker.text.tokenizer import Tokenizer
 from worker.weights.source import resolve_source
 
@@ -46,7 +47,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._loaded: Engine | None = None
-        parsed = WorkerOptions.model_validate(options)
+        parsed = WorkerOptions.model_validate(options_of(options))
         source = resolve_source(model, revision=parsed.revision)
         self._prompting = Prompting(source, parsed)
         self._loaded = Engine.load(resolve(source, parsed, self._prompting.vocab_limit))

@@ -205,8 +205,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_ends()
         self._check_tokens()
         form: object = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputs):
-            _fail("structured_outputs", "structured_outputs must be a StructuredOutputs or None")
+        if isinstance(form, dict):
+            unknown = form.keys() - set(FORMS)
+            if unknown:
+                _fail(
+                    "structured_outputs",
+                    f"structured_outputs has no {min(unknown)!r}; it has {', '.join(FORMS)}",
+                )
+            msgspec.structs.force_setattr(self, "structured_outputs", StructuredOutputs(**form))
+        elif form is not None and not isinstance(form, StructuredOutputs):
+            _fail("structured_outputs", "structured_outputs must be a StructuredOutputs, a dict or None")
 
     def _check_ends(self) -> None:
         """What ends the answer."""

@@ -16,10 +16,14 @@ ONLY: Final[Mapping[str, str]] = {
     "quantization": "none",
     "cpu-offload-gb": "0",
     "load-format": "auto",
+    "generation-config": "vllm",
+    "max-logprobs": "20",
+    "chat-template-content-format": "auto",
     "tokenizer-mode": "auto",
     "config-format": "auto",
     "model-impl": "auto",
     "task": "generate",
+    "convert": "auto",
     "preemption-mode": "recompute",
     "scheduling-policy": "priority",
     "guided-decoding-backend": "auto",
@@ -28,6 +32,17 @@ ONLY: Final[Mapping[str, str]] = {
     "distributed-executor-backend": "mp",
     "max-parallel-loading-workers": "1",
     "num-scheduler-steps": "1",
+}
+# What is told to those who want another value than that.
+ELSE: Final[Mapping[str, str]] = {
+    "task": "embeddings are --runner pooling",
+    "convert": "embeddings are --runner pooling",
+    "load-format": "GGUF and safetensors are told by the files; leave it out",
+    "quantization": "GGUF files say how they are quantised; leave it out for them. AWQ, GPTQ and FP8 are "
+    "not supported yet",
+    "generation-config": "requests say how they are sampled",
+    "max-logprobs": "at most 20 alternatives are told",
+    "chat-template-content-format": "it is read from the template",
 }
 SHORT: Final[Mapping[str, str]] = {
     "tensor-parallel-size": "-tp",
@@ -38,6 +53,7 @@ SHORT: Final[Mapping[str, str]] = {
 
 # Taken and without effect, for a reason.
 NO_EFFECT: Final[Mapping[str, str]] = {
+    "enable-reasoning": "--reasoning-parser says it",
     "enable-auto-tool-choice": "models call tools by themselves",
     "disable-log-requests": "requests are never logged",
     "no-enable-log-requests": "requests are never logged",
@@ -102,16 +118,12 @@ REFUSED: Final[Mapping[str, str]] = {
     "long-prefill-token-threshold": "is --tpot-target-ms: in time instead of tokens",
     "max-num-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
     "max-long-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
-    "enable-reasoning": "isn't needed: --reasoning-parser alone says it",
-    "chat-template-content-format": "isn't needed: it is read from the template",
     "override-generation-config": "isn't offered: requests say how they are sampled",
-    "generation-config": "isn't offered: requests say how they are sampled",
-    "max-logprobs": "isn't offered: at most 20 alternatives are told",
 }
 # Those of them that take no value.
 SWITCHES: Final = frozenset((
     "trust-remote-code", "enable-log-requests", "disable-sliding-window", "enable-lora",
-    "enable-expert-parallel", "calculate-kv-scales", "enable-reasoning",
+    "enable-expert-parallel", "calculate-kv-scales",
 ))  # fmt: skip
 
 
@@ -135,11 +147,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def problems(given: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the flags that were `given` (argparse's names), one line each."""
     for flag, only in ONLY.items():
-        if (given[_name(flag)] or only).lower() != only:
-            yield f"--{flag}: only {only} is accepted, anything else is not supported yet"
+        value = given.get(_name(flag))
+        if value is not None and str(value).lower() != only:
+            yield f"--{flag}: only {only} is accepted: {ELSE.get(flag, 'anything else is not supported yet')}"
     for flag, why in REFUSED.items():
-        if given[_name(flag)] is not None:
+        if given.get(_name(flag)) not in (None, False):
             yield f"--{flag}: {why}"
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The worker's own of the options that somebody gave in Python, without those that are accepted for
+    compatibility. ValueError for the others of these tables, with what is told on the command line."""
+    if wrong := list(problems(given)):
+        raise ValueError("; ".join(wrong))
+    known = {*ONLY, *NO_EFFECT, *NO_EFFECT_WITH_VALUE, *REFUSED}
+    return {name: value for name, value in given.items() if name.replace("_", "-") not in known}
 
 
 def _name(flag: str) -> str:
