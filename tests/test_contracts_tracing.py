@@ -180,8 +180,8 @@ def test_a_collector_in_trouble_holds_nobody_up(trouble: str, caplog: pytest.Log
         began = time.monotonic()
         for _ in range(6000):  # far more than the queue holds
             spans.start("s", None).end()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 24.0  # half of what a dozen batches take that hang
         began = time.monotonic()
         spans.close()
-        assert time.monotonic() - began < spans_module.CLOSE_SECONDS + 1.0
+        assert time.monotonic() - began < spans_module.CLOSE_SECONDS + 10.0
         assert len(caplog.records) <= 6

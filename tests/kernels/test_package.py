@@ -11,7 +11,7 @@ ROOT = Path(kernels.__file__).resolve().parent.parent
 
 def run(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

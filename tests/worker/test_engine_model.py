@@ -13,7 +13,9 @@ import torch
 from worker import LLM, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]  # seconds of arithmetic; more on a busy machine
-ONE_THREAD: dict[str, Any] = {"threads": 1}  # on a busy machine two spin while they wait for each other
+# On a busy machine two threads spin while they wait for each other. How prompts are cut must not depend on
+# how busy it is either: that moves logits by 1e-5, and with them a draw that is as near as that to another.
+ONE_THREAD: dict[str, Any] = {"threads": 1, "tpot_target_ms": 0}
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 BRIEF = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -85,7 +87,7 @@ def test_penalties_logprobs_and_seeds_survive_preemption(
     params = [
         SamplingParams(
             temperature=0.9,
-            seed=i,
+            seed=100 + i,
             max_tokens=32,
             ignore_eos=True,
             logprobs=2,
@@ -143,7 +145,7 @@ def test_n_stop_and_logprobs(llm: LLM):
     for output in result.outputs:
         assert "\n" not in output.text
         assert len(output.logprobs or []) == len(output.token_ids)
-    assert llm.generate("Once upon a time", params)[0] == result
+    assert llm.generate("Once upon a time", params)[0].outputs == result.outputs
 
 
 def test_hundreds_of_prompts_in_one_call(llm: LLM):
@@ -161,7 +163,7 @@ def test_hundreds_of_prompts_in_one_call(llm: LLM):
         ("", "empty"),
         ([], "empty"),
         ([1] * 9000, "max_model_len"),
-        ([49152], "token ids must be from 0"),
+        ([49152], "token ids of a prompt must be from 0"),
         ([-1], "token ids"),
     ],
 )
