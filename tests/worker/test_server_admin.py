@@ -64,7 +64,7 @@ async def test_health_is_about_progress_not_about_load() -> None:
     state = make_state(engine, stall_limit=30)
     engine.last_message = time.monotonic() - 3600
     assert (await get(state, "/health"))[0] == 200, "idle for an hour is healthy"
-    state.note_submission()
+    state.admit(object(), 1)  # type: ignore[arg-type]
     engine.submit(EngineRequest("a", [1], SamplingParams(), seed=0))
     assert (await get(state, "/health"))[0] == 200, "new work after a long idle time is healthy"
     state._busy_since = time.monotonic() - 31
@@ -99,7 +99,7 @@ async def test_a_cpu_engine_that_computes_is_busy_and_one_that_waits_hangs(
     """A step of a large model on a CPU may take minutes; an engine that hangs uses no processor time."""
     engine = FakeEngine(paused=True, pid=spinning.pid)
     state = make_state(engine, stall_limit=30)
-    state.note_submission()
+    state.admit(object(), 1)  # type: ignore[arg-type]
     engine.submit(EngineRequest("a", [1], SamplingParams(), seed=0))
     engine.last_message = state._busy_since = time.monotonic() - 60
 

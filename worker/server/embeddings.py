@@ -12,8 +12,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from contracts.errors import ApiError, bad_request, internal_error, unavailable
-from contracts.headers import QUEUE_FULL, REFUSED
+from contracts.errors import ApiError, bad_request, internal_error
 from worker.ipc.client import RequestStream
 from worker.ipc.messages import NORMAL, EngineInfo, EngineRequest, RequestOutput
 from worker.params import SamplingParams
@@ -82,7 +81,7 @@ class EmbeddingJob:
         started: float,
     ) -> None:
         self._state = state
-        self._engine, self._info, _ = state.ready()
+        self._engine, _, _ = state.ready()
         self.id = f"embd-{uuid.uuid4().hex}"
         self.names = frozenset((self.id, exchange.request_id))
         self._account = exchange.account
@@ -109,15 +108,7 @@ class EmbeddingJob:
         """Hand everything to the engine, or nothing."""
         if self._error is not None:
             raise self._error
-        room = self._info.max_num_seqs + self._state.config.max_waiting - self._engine.in_flight
-        if len(self._requests) > room:
-            raise unavailable(
-                "Too many requests are waiting for this model; try again.",
-                QUEUE_FULL,
-                headers={REFUSED: QUEUE_FULL},
-            )
-        self._state.note_submission()
-        self._state.generations.add(self)
+        self._state.admit(self, len(self._requests))
         now = time.monotonic()
         for request in self._requests:
             self._streams.append(self._engine.submit(msgspec.structs.replace(request, arrival=now)))

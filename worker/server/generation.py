@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from contracts.errors import ApiError, bad_request, internal_error, unavailable
-from contracts.headers import LATE, PATIENCE, QUEUE_FULL, REFUSED
+from contracts.headers import LATE, PATIENCE, REFUSED
 from worker.ipc.client import RequestStream, merged
 from worker.ipc.messages import NORMAL, EngineRequest, RequestOutput, TokenLogprob
 from worker.params import SamplingParams, choice_seeds
@@ -149,16 +149,8 @@ class Generation:
         """Hand everything to the engine, or nothing."""
         if self._error is not None:
             raise self._error
-        engine, info, _ = self._state.ready()
-        room = info.max_num_seqs + self._state.config.max_waiting - engine.in_flight
-        if len(self._sequences) > room:
-            raise unavailable(
-                "Too many requests are waiting for this model; try again.",
-                QUEUE_FULL,
-                headers={REFUSED: QUEUE_FULL},
-            )
-        self._state.note_submission()
-        self._state.generations.add(self)
+        engine, _, _ = self._state.ready()
+        self._state.admit(self, len(self._sequences))
         now = time.monotonic()
         for sequence in self._sequences:
             request = msgspec.structs.replace(sequence.request, arrival=now)

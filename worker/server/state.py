@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import psutil
 
 from contracts.errors import ApiError, bad_request, internal_error, model_not_found, unavailable
-from contracts.headers import DRAINING, LOADING, REFUSED
+from contracts.headers import DRAINING, LOADING, QUEUE_FULL, REFUSED
 from worker.config import WorkerConfig
 from worker.grammar.check import GrammarChecker
 from worker.ipc.client import RequestStream
@@ -153,10 +153,19 @@ class ServerState:
             )
         return engine, engine.info, self.text
 
-    def note_submission(self) -> None:
-        """Call before the engine gets work: an idle engine isn't stalled, however old its last step."""
-        if self.engine is not None and self.engine.in_flight == 0:
+    def admit(self, work: Work, requests: int) -> None:
+        """Call before the engine gets so many requests; `generations` has the work from then on. ApiError 503
+        when they would be too many."""
+        engine, info, _ = self.ready()
+        if requests > info.max_num_seqs + self.config.max_waiting - engine.in_flight:
+            raise unavailable(
+                "Too many requests are waiting for this model; try again.",
+                QUEUE_FULL,
+                headers={REFUSED: QUEUE_FULL},
+            )
+        if engine.in_flight == 0:  # an idle engine isn't stalled, however old its last step
             self._busy_since = time.monotonic()
+        self.generations.add(work)
 
     def stalled_for(self) -> float:
         """Seconds for which the engine has had work and taken no step; 0.0 when it has none."""
