@@ -175,7 +175,8 @@ def test_gguf(pair: Pair) -> None:
 
 def test_the_engine_by_chunks_preempted_and_from_its_cache(pair: Pair, tokenizer: str) -> None:
     """Sixty-four greedy tokens of prompts with a common beginning, in too few pages, 16 tokens a step."""
-    prompts = [pair.tokens[:40] + pair.tokens[at : at + 5] for at in (41, 50, 60)]
+    tokens = [token % TOKENS for token in pair.tokens]  # those that the tokenizer knows
+    prompts = [tokens[:40] + tokens[at : at + 5] for at in (41, 50, 60)]
     with LLM(
         str(pair.directory),
         tokenizer=tokenizer,
@@ -202,7 +203,7 @@ def test_how_long_a_request_may_get_says_how_it_is_rotated(pair: Pair, tokenizer
     """Also of two with the same prompt, in one batch: neither finds the other's pages in the cache."""
     if pair.switch is None:
         return
-    prompt = pair.tokens[:40]
+    prompt = [token % TOKENS for token in pair.tokens[:40]]
     lengths = [pair.switch, pair.switch + 1, pair.variant.max_model_len]
     params = [SamplingParams(temperature=0, max_tokens=n - len(prompt), ignore_eos=True) for n in lengths]
     plenty = {"tokenizer": tokenizer, "max_model_len": lengths[-1], "kv_cache_memory_bytes": "8MiB"}
