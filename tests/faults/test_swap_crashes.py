@@ -21,6 +21,7 @@ import pytest
 from gateway.fleet.rollout import Rollout
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.facts import UNSTEADY
+from tests.control_group import memory_group
 from tests.faults.nursery import Fleet, Nursery
 from tests.gateway.numbered_load import Asked, Load
 from tests.gateway.swapping import Swapping, fleet_file, swapping
@@ -223,16 +224,8 @@ def kill_when_ready(fleet: Fleet) -> None:
 @pytest.fixture
 def limited() -> Iterator[Path]:
     """A control group in which the kernel ends who takes over 64 MiB."""
-    groups = Path("/sys/fs/cgroup")
-    is_v1 = (groups / "memory").is_dir()
-    group = groups / ("memory" if is_v1 else "") / f"pagefleet-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"no control group for memory can be made here: {error}")
-    yield group
-    group.rmdir()
+    with memory_group(64 << 20) as group:
+        yield group
 
 
 @pytest.mark.parametrize("when", ["starting", "judging"])

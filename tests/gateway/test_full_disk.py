@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import httpx
-import pytest
 
 from gateway.usage.store import USAGE_FILE, UsageStore
+from tests.conftest import unavailable
 from tests.gateway.rig import CHAT, Rig, target, until
 
 MOUNT = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
@@ -28,11 +28,11 @@ def may_mount(folder: Path) -> bool:
 
 
 async def test_a_full_disk_fails_no_request_and_loses_nothing(tmp_path: Path) -> None:
-    """Audit, usage and the board are all on it, and it is full before they are made."""
+    """Audit and usage are both on it, and it is full before they are made."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if not may_mount(disk):
-        pytest.skip("this user may mount nothing")
+        unavailable("this user may mount nothing")
     rig = Rig(tmp_path)
     worker = await rig.worker()
     rig.route(target(worker))

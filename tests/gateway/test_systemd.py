@@ -35,6 +35,8 @@ from gateway.fleet.state import read_routes
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.systemd import SystemdOptions, memory_limit, render
 from gateway.fleet.unit import UnitStatus
+from tests.conftest import unavailable
+from tests.control_group import memory_group
 from tests.gateway.user_manager import UserManager, user_manager
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,7 +173,7 @@ def manager() -> Iterator[UserManager]:
         try:
             yield stack.enter_context(user_manager())
         except OSError as error:
-            (pytest.fail if os.environ.get("PAGEFLEET_FORBID_SKIP") else pytest.skip)(str(error))
+            unavailable(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -370,16 +372,8 @@ def test_a_swap_goes_on_after_the_supervisor_was_killed_and_loses_nothing(fleet:
 @pytest.fixture
 def starved() -> Iterator[Path]:
     """A control group whose processes the kernel ends when they want more than 4 MiB."""
-    groups = Path("/sys/fs/cgroup")
-    is_v1 = (groups / "memory").is_dir()
-    group = groups / ("memory" if is_v1 else "") / f"pagefleet-starved-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(4 << 20))
-    except OSError as error:
-        pytest.skip(f"no control group for memory can be made here: {error}")
-    yield group
-    group.rmdir()
+    with memory_group(4 << 20) as group:
+        yield group
 
 
 def test_a_standby_killed_for_want_of_memory_goes_back_and_says_so(fleet: Fleet, starved: Path) -> None:

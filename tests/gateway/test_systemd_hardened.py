@@ -6,7 +6,6 @@ What is untested by that is who runs them: another user than root, and polkit's 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from gateway.config import FleetFile
 from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.rollout import Options
 from gateway.fleet.systemd import POLKIT_RULES, SystemdOptions, render
+from tests.conftest import unavailable
 from tests.gateway.test_systemd import ROOT, Fleet, pids
 from tests.gateway.user_manager import user_manager
 
@@ -51,7 +51,7 @@ def fleet() -> Iterator[SystemFleet]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pf-", dir=PLACE))
             manager = stack.enter_context(user_manager(PLACE))
         except OSError as error:
-            (pytest.fail if os.environ.get("PAGEFLEET_FORBID_SKIP") else pytest.skip)(str(error))
+            unavailable(str(error))
         yield SystemFleet(manager, Path(folder))
 
 
