@@ -157,9 +157,7 @@ def _line(stream: IO[str] | None) -> str:
 def place_on_cores() -> Iterator[Place]:
     """The proxy's core and the load's core, for a `with` block; this process moves to the latter."""
     ours = os.sched_getaffinity(0)
-    if len(ours) < 2:
-        raise RuntimeError("two cores are needed: one for the proxy, one for worker and load")
-    proxy_core, load_core = sorted(ours)[:2]
+    proxy_core, load_core = _two_cores(ours)
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), proxy_core, load_core)
         with fake_worker(place) as place.worker:
@@ -168,3 +166,22 @@ def place_on_cores() -> Iterator[Place]:
                 yield place
             finally:
                 os.sched_setaffinity(0, ours)
+
+
+def _two_cores(allowed: set[int]) -> tuple[int, int]:
+    """Two that don't share a physical core as its hardware threads, if there are such."""
+    if len(allowed) < 2:
+        raise RuntimeError("two cores are needed: one for the proxy, one for worker and load")
+    first, *others = sorted(allowed)
+    siblings = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list")
+    shared = _numbers(siblings.read_text()) if siblings.exists() else set()
+    return first, next((core for core in others if core not in shared), others[0])
+
+
+def _numbers(ranges: str) -> set[int]:
+    """The kernel's way to write a set: `0-1,8`."""
+    found: set[int] = set()
+    for part in ranges.strip().split(","):
+        low, _, high = part.partition("-")
+        found |= set(range(int(low), int(high or low) + 1))
+    return found
