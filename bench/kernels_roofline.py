@@ -30,6 +30,7 @@ from kernels.batch import AttentionBatch
 from kernels.copy_pages import copy_pages
 from kernels.linear import linear
 from kernels.norm import add_rms_norm
+from kernels.qk_norm import QkNorm
 from kernels.rope_cache import rope_and_cache
 from kernels.swiglu import swiglu
 
@@ -50,12 +51,14 @@ class Model:
     q_heads: int
     kv_heads: int
     dim: int
+    qk_norm: bool = False
 
 
 MODELS = (
     Model("qwen2-7b", 3584, 18944, 28, 4, 128),
     Model("llama-3-8b", 4096, 14336, 32, 8, 128),
     Model("phi-3-mini", 3072, 8192, 32, 32, 96),
+    Model("qwen3-8b", 4096, 12288, 32, 8, 128, qk_norm=True),
 )
 
 
@@ -154,10 +157,12 @@ def rope_cases(model: Model) -> Iterator[Case]:
             k_cache, v_cache = _cache(model, batch)
             q, k, v = _random(tokens, sum(heads), model.dim).split(heads, 1)
             table = torch.randn(tokens, model.dim, device="cuda")
-            return lambda: rope_and_cache(q, k, v, table, batch, k_cache, v_cache)
+            norm = QkNorm(_random(model.dim), _random(model.dim), 1e-6) if model.qk_norm else None
+            return lambda: rope_and_cache(q, k, v, table, batch, k_cache, v_cache, norm)
 
         moved = tokens * (2 * sum(heads) * model.dim * DTYPE.itemsize + model.dim * 4 + 16)
-        yield Case("rope + cache write", f"{model.name} {tokens}", make, moved)
+        name = "qk norm + rope + cache write" if model.qk_norm else "rope + cache write"
+        yield Case(name, f"{model.name} {tokens}", make, moved)
 
 
 def elementwise_cases(model: Model) -> Iterator[Case]:

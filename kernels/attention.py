@@ -10,6 +10,7 @@ from kernels.attention_decode import Rope, decode_attention_triton
 from kernels.attention_dense import dense_attention, dense_is_faster
 from kernels.attention_prefill import prefill_attention_triton
 from kernels.batch import AttentionBatch
+from kernels.qk_norm import QkNorm
 from kernels.rope_cache import rope_and_cache
 
 
@@ -61,11 +62,13 @@ def rope_and_decode_triton(
     v_cache: Tensor,
     scale: float,
     sliding_window: int = 0,
+    norm: QkNorm | None = None,
 ) -> Tensor:
     """`rope_and_attention` of a step in which every row decodes, in the attention kernel itself."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out, Rope(k, v, cos_sin))
+    rope = Rope(k, v, cos_sin, norm)
+    decode_attention_triton(q, k_cache, v_cache, batch, scale, sliding_window, out, rope)
     return out
 
 
@@ -79,11 +82,12 @@ def rope_and_attention(
     v_cache: Tensor,
     scale: float,
     sliding_window: int = 0,
+    norm: QkNorm | None = None,
 ) -> Tensor:
     """`rope_and_cache`, then `paged_attention` of the rotated queries; arguments as theirs."""
     if q.is_cuda and batch.decode_only:
-        return rope_and_decode_triton(q, k, v, cos_sin, batch, k_cache, v_cache, scale, sliding_window)
-    q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
+        return rope_and_decode_triton(q, k, v, cos_sin, batch, k_cache, v_cache, scale, sliding_window, norm)
+    q = rope_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, norm)
     return paged_attention(q, k_cache, v_cache, batch, scale, sliding_window)
 
 

@@ -9,8 +9,8 @@ where few sequences have many splits each, by a second kernel. Which tokens a sp
 device from seq_lens, so one captured graph serves every length: with many sequences by decode_plan.py, with
 few in the kernel itself, a number of splits that is part of the grid.
 
-With `rope`, the step's own token comes along: its query is rotated on the way in, and the split that owns its
-place writes its key and value into the cache.
+With `rope`, the step's own token comes along: its query is (normalised and) rotated on the way in, and the
+split that owns its place writes its key and value into the cache.
 
 A score is kept in log2 units (scale · log2 e is folded in), so that exponentials are exp2.
 """
@@ -32,6 +32,7 @@ from kernels import pdl
 from kernels.batch import AttentionBatch
 from kernels.decode_plan import FIELDS, plan_decodes_triton
 from kernels.pdl import begin, prefetch
+from kernels.qk_norm import QkNorm
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 128
@@ -57,12 +58,22 @@ def _prefetch_block(
 
 
 @triton.jit
-def _rotated(p_x, mask, o_d, b_cos, b_sin, HALF: tl.constexpr):
-    """Rotary embedding of head vectors at p_x, rounded to their type: see rope_cache."""
+def _rotated(
+    p_x, p_weight, mask, o_d, b_cos, b_sin, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding of head vectors at p_x, normalised first with NORM, rounded to their type: see
+    rope_cache."""
+    m_pair = o_d < 2 * HALF
     o_pair = tl.where(o_d < HALF, o_d + HALF, o_d - HALF)
-    b_x = tl.load(p_x + o_d, mask=mask, other=0.0)
-    b_pair = tl.load(p_x + o_pair, mask=mask & (o_d < 2 * HALF), other=0.0)
-    return (b_x.to(tl.float32) * b_cos + b_pair.to(tl.float32) * b_sin).to(b_x.dtype)
+    b_x = tl.load(p_x + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_pair = tl.load(p_x + o_pair, mask=mask & m_pair, other=0.0).to(tl.float32)
+    if NORM:
+        b_squares = tl.sum(b_x * b_x, axis=len(b_x.shape) - 1, keep_dims=True)
+        b_scale = 1.0 / tl.sqrt(b_squares / HEAD_DIM + eps)
+        b_x *= b_scale * tl.load(p_weight + o_d, mask=o_d < HEAD_DIM, other=0.0).to(tl.float32)
+        b_pair *= b_scale * tl.load(p_weight + o_pair, mask=m_pair, other=0.0).to(tl.float32)
+    return (b_x * b_cos + b_pair * b_sin).to(p_x.dtype.element_ty)
 
 
 @triton.jit
@@ -104,13 +115,14 @@ def _split(seq_len, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_kernel(
-    p_q, p_new_k, p_new_v, p_cos_sin, p_k, p_v, p_out, p_part, p_lse, p_arrived, p_items, p_block_tables,
-    p_seq_lens, p_positions, scale_log2, stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh,
-    stride_cs, stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits,
+    p_q, p_new_k, p_new_v, p_cos_sin, p_q_weight, p_k_weight, eps, p_k, p_v, p_out, p_part, p_lse, p_arrived,
+    p_items, p_block_tables, p_seq_lens, p_positions, scale_log2,
+    stride_qt, stride_qh, stride_nkt, stride_nkh, stride_nvt, stride_nvh, stride_cs,
+    stride_n, stride_h, stride_p, stride_ot, stride_oh, stride_table, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, ROPE: tl.constexpr, PARTIAL: tl.constexpr, PLANNED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, PARTIAL: tl.constexpr,
+    PLANNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_h = tl.program_id(0)
     first = 0
@@ -167,8 +179,11 @@ def _decode_kernel(
         b_cos = tl.load(p_angle, mask=o_d < 2 * HALF, other=1.0)
         b_sin = tl.load(p_angle + HALF, mask=o_d < 2 * HALF, other=0.0)
         b_sin = tl.where(o_d < HALF, -b_sin, b_sin)
-        b_q = _rotated(p_query, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], HALF)
-        b_key = _rotated(p_new_k + i_b * stride_nkt + i_h * stride_nkh, m_mine, o_d, b_cos, b_sin, HALF)
+        b_q = _rotated(
+            p_query, p_q_weight, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], eps, HEAD_DIM, HALF, NORM
+        )
+        p_key = p_new_k + i_b * stride_nkt + i_h * stride_nkh
+        b_key = _rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM)
         p_value = p_new_v + i_b * stride_nvt + i_h * stride_nvh + o_d
         b_value = tl.load(p_value, mask=m_mine, other=0.0)
         m_write = o_d < tl.where(mine & (page > 0), HEAD_DIM, 0)
@@ -291,6 +306,7 @@ class Rope(NamedTuple):
     k: Tensor
     v: Tensor
     cos_sin: Tensor
+    norm: QkNorm | None = None
 
 
 @functools.cache
@@ -350,8 +366,8 @@ def decode_attention_triton(
         scale: factor of the scores, before the softmax.
         sliding_window: tokens visible to a query, itself included; 0: all.
         out: contiguous.
-        rope: q isn't rotated yet, and the rows' keys and values [T, Hkv, D], last dimension contiguous,
-            aren't in the cache yet.
+        rope: q isn't rotated yet (nor normalised), and the rows' keys and values [T, Hkv, D], last dimension
+            contiguous, aren't in the cache yet.
         splits: programs a context, where there are few; default: from the batch's shape and the device.
         slots: programs of a KV head that the device runs at a time, where there are many contexts.
         tile: how a program walks it; default: by type and head size.
@@ -381,16 +397,17 @@ def decode_attention_triton(
     # Programs that start while others still hold some multiprocessors spread unevenly. That costs more than
     # an early start gains, unless there are few.
     early = pdl.launch(device) if few else {"PDL": False}
-    new_k, new_v, cos_sin = rope or (q, q, q[0])
+    new_k, new_v, cos_sin, norm = rope or Rope(q, q, q[0])
     _decode_kernel[grid](
-        q, new_k, new_v, cos_sin, k_cache, v_cache, out, parts, lse,
+        q, new_k, new_v, cos_sin, *(norm or QkNorm(q, q, 0.0)), k_cache, v_cache, out, parts, lse,
         _arrivals(device, triton.next_power_of_2(num_seqs * kv_heads)), items, batch.block_tables,
         batch.seq_lens, batch.positions, scale * LOG2_E,
         *q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], cos_sin.stride(0),
         *k_cache.stride()[:3], *out.stride()[:2], batch.block_tables.stride(0), splits,
         GROUP=q_heads // kv_heads, HEAD_DIM=dim, HALF=cos_sin.shape[1] // 2, PAGE_SIZE=page_size,
-        WINDOW=sliding_window, ROPE=rope is not None, PARTIAL=splits > 1 or not few, PLANNED=not few,
-        PRECISION="ieee" if exact else "tf32", BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
+        WINDOW=sliding_window, ROPE=rope is not None, NORM=norm is not None, PARTIAL=splits > 1 or not few,
+        PLANNED=not few, PRECISION="ieee" if exact else "tf32",
+        BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
         BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **early,
     )  # fmt: skip

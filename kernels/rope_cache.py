@@ -4,7 +4,8 @@ For a pair (x1, x2) = (x[i], x[i + R/2]), i < R/2, of a head vector at position 
 
     x1' = x1·cos θ − x2·sin θ      x2' = x2·cos θ + x1·sin θ      (RoFormer, arXiv:2104.09864; NeoX's halves)
 
-Dimensions from R on are left as they are. Angles come as a float32 table, and the rotation is float32.
+Dimensions from R on are left as they are. Angles come as a float32 table, and the rotation is float32. With a
+norm of queries and keys (qk_norm.py) it is of the normalised vectors, rounded once, behind the rotation.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -22,53 +23,54 @@ from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
 from kernels.cpu import LANES, PARALLEL_ROWS, compiled
 from kernels.pdl import begin
+from kernels.qk_norm import QkNorm, qk_norm, qk_norm_reference
 
 BLOCK_H = 4  # heads a program: few enough that one token still spreads over several multiprocessors ...
 BLOCK_H_MANY = 16  # ... and many where tokens keep all of them busy
 
 
 @triton.jit
-def _rotate(p_in, p_out, b_cos, b_sin, o_r, mask, HALF: tl.constexpr):
-    b_1 = tl.load(p_in + o_r[None, :], mask=mask, other=0.0).to(tl.float32)
-    b_2 = tl.load(p_in + HALF + o_r[None, :], mask=mask, other=0.0).to(tl.float32)
+def _rotate(
+    p_in, p_out, p_weight, b_cos, b_sin, m_h, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Head vectors from p_in to p_out, normalised first with NORM. COPY: not the same place, so that what
+    isn't rotated has to go there, too."""
+    REST: tl.constexpr = 2 * HALF < HEAD_DIM and (NORM or COPY)
+    o_r = tl.arange(0, BLOCK_R)[None, :]
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_r = o_r < HALF
+    m_rest = (o_d >= 2 * HALF) & (o_d < HEAD_DIM)
+    b_1 = tl.load(p_in + o_r, mask=m_h & m_r, other=0.0).to(tl.float32)
+    b_2 = tl.load(p_in + HALF + o_r, mask=m_h & m_r, other=0.0).to(tl.float32)
+    if REST:
+        b_rest = tl.load(p_in + o_d, mask=m_h & m_rest, other=0.0).to(tl.float32)
+    if NORM:
+        b_squares = tl.sum(b_1 * b_1 + b_2 * b_2, axis=1)
+        if REST:
+            b_squares += tl.sum(b_rest * b_rest, axis=1)
+        b_scale = (1.0 / tl.sqrt(b_squares / HEAD_DIM + eps))[:, None]
+        b_1 *= b_scale * tl.load(p_weight + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_2 *= b_scale * tl.load(p_weight + HALF + o_r, mask=m_r, other=0.0).to(tl.float32)
+        if REST:
+            b_rest *= b_scale * tl.load(p_weight + o_d, mask=m_rest, other=0.0).to(tl.float32)
     dtype = p_out.dtype.element_ty
-    tl.store(p_out + o_r[None, :], (b_1 * b_cos - b_2 * b_sin).to(dtype), mask=mask)
-    tl.store(p_out + HALF + o_r[None, :], (b_2 * b_cos + b_1 * b_sin).to(dtype), mask=mask)
+    tl.store(p_out + o_r, (b_1 * b_cos - b_2 * b_sin).to(dtype), mask=m_h & m_r)
+    tl.store(p_out + HALF + o_r, (b_2 * b_cos + b_1 * b_sin).to(dtype), mask=m_h & m_r)
+    if REST:
+        tl.store(p_out + o_d, b_rest.to(dtype), mask=m_h & m_rest)
 
 
 @triton.jit
 def _rope_cache_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_cos_sin,
-    p_positions,
-    p_slots,
-    p_k_cache,
-    p_v_cache,
-    stride_qt,
-    stride_qh,
-    stride_kt,
-    stride_kh,
-    stride_vt,
-    stride_vh,
-    stride_cs,
-    stride_kn,
-    stride_knh,
-    stride_kp,
-    stride_vn,
-    stride_vnh,
-    stride_vp,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    p_q, p_k, p_v, p_cos_sin, p_positions, p_slots, p_k_cache, p_v_cache, p_q_weight, p_k_weight, eps,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cs,
+    stride_kn, stride_knh, stride_kp, stride_vn, stride_vnh, stride_vp,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     begin(PDL)
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     i_t = tl.program_id(0).to(tl.int64)
@@ -81,7 +83,10 @@ def _rope_cache_kernel(
     if i_h < Q_BLOCKS:
         o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
         p_head = p_q + i_t * stride_qt + o_h[:, None] * stride_qh
-        _rotate(p_head, p_head, b_cos, b_sin, o_r, (o_h < Q_HEADS)[:, None] & m_r[None, :], HALF)
+        m_h = (o_h < Q_HEADS)[:, None]
+        _rotate(
+            p_head, p_head, p_q_weight, b_cos, b_sin, m_h, eps, HEAD_DIM, HALF, BLOCK_R, BLOCK_D, NORM, False
+        )
     else:
         o_h = (i_h - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
         slot = tl.load(p_slots + i_t)
@@ -90,19 +95,25 @@ def _rope_cache_kernel(
         m_h = (o_h < tl.where(page > 0, KV_HEADS, 0))[:, None]  # none in the null page
         p_key = p_k + i_t * stride_kt + o_h[:, None] * stride_kh
         p_cached = p_k_cache + page * stride_kn + o_h[:, None] * stride_knh + offset * stride_kp
-        _rotate(p_key, p_cached, b_cos, b_sin, o_r, m_h & m_r[None, :], HALF)
+        _rotate(
+            p_key, p_cached, p_k_weight, b_cos, b_sin, m_h, eps, HEAD_DIM, HALF, BLOCK_R, BLOCK_D, NORM, True
+        )
         o_d = tl.arange(0, BLOCK_D)[None, :]
         m_d = m_h & (o_d < HEAD_DIM)
-        if 2 * HALF < HEAD_DIM:
-            m_rest = m_d & (o_d >= 2 * HALF)
-            tl.store(p_cached + o_d, tl.load(p_key + o_d, mask=m_rest, other=0.0), mask=m_rest)
         b_v = tl.load(p_v + i_t * stride_vt + o_h[:, None] * stride_vh + o_d, mask=m_d, other=0.0)
         p_value = p_v_cache + page * stride_vn + o_h[:, None] * stride_vnh + offset * stride_vp
         tl.store(p_value + o_d, b_v.to(p_v_cache.dtype.element_ty), mask=m_d)
 
 
 def rope_and_cache_triton(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norm: QkNorm | None = None,
 ) -> Tensor:
     """`rope_and_cache` as one Triton kernel; q is rotated where it lies."""
     tokens, q_heads, dim = q.shape
@@ -114,31 +125,13 @@ def rope_and_cache_triton(
     block_h = BLOCK_H if tokens < 512 else BLOCK_H_MANY
     grid = (tokens, triton.cdiv(q_heads, block_h) + triton.cdiv(kv_heads, block_h))
     _rope_cache_kernel[grid](
-        q,
-        k,
-        v,
-        cos_sin,
-        batch.positions,
-        batch.slots,
-        k_cache,
-        v_cache,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        cos_sin.stride(0),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=dim,
-        HALF=half,
-        PAGE_SIZE=k_cache.shape[2],
-        BLOCK_H=block_h,
-        BLOCK_R=triton.next_power_of_2(half),
-        BLOCK_D=triton.next_power_of_2(dim),
-        num_warps=2 if tokens < 512 else 4,
-        **pdl.launch(q.device),
-    )
+        q, k, v, cos_sin, batch.positions, batch.slots, k_cache, v_cache, *(norm or QkNorm(q, q, 0.0)),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=dim, HALF=half, PAGE_SIZE=k_cache.shape[2],
+        BLOCK_H=block_h, BLOCK_R=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(dim),
+        NORM=norm is not None, num_warps=2 if tokens < 512 else 4, **pdl.launch(q.device),
+    )  # fmt: skip
     return q
 
 
@@ -235,7 +228,14 @@ def _rope_and_cache_cpu(
 
 
 def rope_and_cache(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norm: QkNorm | None = None,
 ) -> Tensor:
     """Rotate q and k at batch.positions, write k and v to the cache at batch.slots, hand back the rotated q.
 
@@ -250,33 +250,46 @@ def rope_and_cache(
         batch: positions and slots of the T tokens.
         k_cache: [N, Hkv, P, D].
         v_cache: [N, Hkv, P, D], of the same strides.
+        norm: of queries and keys, before they are rotated.
 
     Returns:
         Rotated q [T, Hq, D].
     """
     if q.is_cuda:
-        return rope_and_cache_triton(q, k, v, cos_sin, batch, k_cache, v_cache)
+        return rope_and_cache_triton(q, k, v, cos_sin, batch, k_cache, v_cache, norm)
+    if norm is not None:
+        q, k = qk_norm(q, k, norm)
     return _rope_and_cache_cpu(q, k, v, cos_sin, batch, k_cache, v_cache)
 
 
 def rope_and_cache_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norm: QkNorm | None = None,
 ) -> Tensor:
     """`rope_and_cache`, a token at a time, in float64 rounded once."""
     half = cos_sin.shape[1] // 2
     page_size = k_cache.shape[2]
+    dtype, k_dtype = q.dtype, k.dtype
+    if norm is not None:
+        q, k = qk_norm_reference(q.double(), k.double(), norm)
     cos, sin = cos_sin.double()[batch.positions].split(half, dim=1)
 
-    def rotate(x: Tensor) -> Tensor:
-        y = x.double()
+    def rotate(x: Tensor, dtype: torch.dtype) -> Tensor:
+        y = x.double().clone()
         x1, x2 = x[:, :, :half].double(), x[:, :, half : 2 * half].double()
         y[:, :, :half] = x1 * cos[:, None] - x2 * sin[:, None]
         y[:, :, half : 2 * half] = x2 * cos[:, None] + x1 * sin[:, None]
-        return y.to(x.dtype)
+        return y.to(dtype)
 
-    rotated_k = rotate(k)
+    rotated_k = rotate(k, k_dtype)
     for t, slot in enumerate(batch.slots.tolist()):
         if slot >= page_size:
             k_cache[slot // page_size, :, slot % page_size] = rotated_k[t].to(k_cache.dtype)
             v_cache[slot // page_size, :, slot % page_size] = v[t].to(v_cache.dtype)
-    return rotate(q)
+    return rotate(q, dtype)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch
+from kernels.qk_norm import QkNorm
 
 # Absolute and relative: a few roundings to the type, of intermediate values and of the result.
 TOLERANCES = {
     torch.float32: (2e-5, 2e-5),
     torch.float16: (4e-3, 4e-3),
     torch.bfloat16: (3e-2, 2e-2),
+    torch.float8_e4m3fn: (2**-9, 2**-3),  # a cache's: one step, and nothing is computed in it
 }
 
 
@@ -102,6 +104,12 @@ def fused_qkv(
     matrix = torch.randn(tokens, sum(heads) * head_dim, device=device).to(dtype)
     q, k, v = matrix.view(tokens, -1, head_dim).split(heads, dim=1)
     return q, k, v
+
+
+def qk_norm_weights(head_dim: int, dtype: torch.dtype, device: str = "cpu") -> QkNorm:
+    """Random weights about 1, different ones for queries and keys."""
+    q_weight, k_weight = (1 + 0.3 * torch.randn(2, head_dim, device=device)).to(dtype)
+    return QkNorm(q_weight, k_weight, 1e-6)
 
 
 def cos_sin(max_pos: int, rot_dim: int, device: str = "cpu") -> Tensor:

@@ -27,7 +27,6 @@ MODULES = (
     "gemm_skinny",
     "norm",
     "prepare",
-    "qk_norm",
     "rope_cache",
     "sampling",
     "swiglu",

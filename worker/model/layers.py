@@ -26,7 +26,7 @@ from kernels.linear import (
 )
 from kernels.norm import rms_norm
 from kernels.packed_matrix import PackedMatrix, pack
-from kernels.qk_norm import qk_norm
+from kernels.qk_norm import QkNorm
 from worker.model.config import ModelConfig
 from worker.model.rope import cos_sin_table, first_row
 from worker.model.shapes import parameter_shapes
@@ -56,7 +56,7 @@ class Attention:
     """Grouped-query attention with rotary positions over the paged KV cache, of the normalised residual
     stream [T, hidden] and added to it."""
 
-    __slots__ = ("head_dim", "k_norm", "norm", "output", "q_norm", "qkv", "scale", "sizes", "window")
+    __slots__ = ("head_dim", "norm", "output", "qk_norm", "qkv", "scale", "sizes", "window")
 
     def __init__(
         self, parameters: Parameters, config: ModelConfig, num_heads: int, num_kv_heads: int, window: int
@@ -68,7 +68,10 @@ class Attention:
         self.sizes = [num_heads, num_kv_heads, num_kv_heads]
         self.scale = config.head_dim**-0.5
         self.window = window
-        self.q_norm, self.k_norm = parameters("q_norm.weight"), parameters("k_norm.weight")
+        q_norm, k_norm = parameters("q_norm.weight"), parameters("k_norm.weight")
+        self.qk_norm: QkNorm | None = None
+        if q_norm is not None and k_norm is not None:
+            self.qk_norm = QkNorm(q_norm, k_norm, self.norm.eps)
 
     def __call__(
         self,
@@ -88,9 +91,9 @@ class Attention:
         else:
             qkv = linear(normed, self.qkv.weight, self.qkv.bias)
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.sizes, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk_norm(q, k, self.q_norm, self.k_norm, self.norm.eps)
-        out = rope_and_attention(q, k, v, cos_sin, batch, k_cache, v_cache, self.scale, self.window)
+        out = rope_and_attention(
+            q, k, v, cos_sin, batch, k_cache, v_cache, self.scale, self.window, self.qk_norm
+        )
         if rows is not None:
             out, residual = out[rows], residual[rows]
         output = self.output
