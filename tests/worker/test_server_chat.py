@@ -20,6 +20,7 @@ from tests.worker.fake_engine import (
 )
 from worker.params import MAX_STOP_TOKEN_IDS
 from worker.server.state import ServerState
+from worker.text.template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -43,6 +44,83 @@ async def stream(state: ServerState, **fields: Any) -> list[Any]:
 def text_of(chunks: list[Any], index: int = 0) -> str:
     choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
     return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+async def test_usage_so_far_is_in_every_chunk_where_it_is_asked_for() -> None:
+    answered = say("Hello, world!")
+    each = {"continuous_usage_stats": True}
+    for options in (each, {**each, "include_usage": True}):
+        chunks = await stream(make_state(FakeEngine(answered)), n=2, stream_options=options)
+        assert chunks.pop() == "[DONE]"
+        last = chunks.pop()
+        assert last["choices"] == []
+        counts: dict[int, list[int]] = {0: [], 1: []}
+        for chunk in chunks:
+            usage = chunk["usage"]
+            counts[chunk["choices"][0]["index"]].append(usage["completion_tokens"])
+            assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        for own in counts.values():
+            assert own == sorted(own)
+            assert len(set(own)) > 5
+        assert sum(own[-1] for own in counts.values()) == last["usage"]["completion_tokens"]
+    none = await stream(make_state(), stream_options={**each, "include_usage": False})
+    assert all("usage" not in chunk for chunk in none[:-1])
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "shown"),
+    [
+        ({"role": "assistant", "content": "Well, "}, {"continue_final_message": True}, "Well, "),
+        ({"role": "assistant", "content": "Well."}, {}, "Well."),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"continue_final_message": True},
+            "Hi",
+        ),
+        ({"role": "user", "content": "Hi"}, {"add_generation_prompt": False}, "Hi"),
+        ({"role": "user", "content": "Hi"}, {}, ""),
+        ({"role": "assistant", "content": None}, {}, ""),
+    ],
+)
+async def test_echo_begins_with_the_last_message_where_the_answer_is_of_its_role(
+    last: dict[str, Any], fields: dict[str, Any], shown: str
+) -> None:
+    fields = {"messages": [*HELLO, last], **fields}
+    body = await chat(make_state(), echo=True, n=2, **fields)
+    assert [choice["message"]["content"] for choice in body["choices"]] == [f"{shown}Hello, world!"] * 2
+    chunks = await stream(make_state(), echo=True, n=2, **fields)
+    assert [text_of(chunks, index) for index in (0, 1)] == [f"{shown}Hello, world!"] * 2
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+async def test_a_request_names_its_answer() -> None:
+    for _ in range(2):  # names may repeat
+        engine = FakeEngine()
+        body = await chat(make_state(engine), request_id="mine-1", n=2)
+        assert body["id"] == "chatcmpl-mine-1"
+        assert len({request.request_id for request in engine.submitted}) == 2
+        assert not any("mine-1" in request.request_id for request in engine.submitted)
+    chunks = await stream(make_state(), request_id="chatcmpl-2")
+    assert {chunk["id"] for chunk in chunks[:-1]} == {"chatcmpl-2"}
+
+
+async def test_effort_is_told_to_the_template() -> None:
+    template = (
+        "{{ reasoning_effort | default('-') }} {{ enable_thinking | default('-') }} {{ messages[0].content }}"
+    )
+    for fields, told in (
+        ({}, "- - Hi"),
+        ({"reasoning_effort": "low"}, "low - Hi"),
+        ({"reasoning_effort": "none"}, "none False Hi"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": 1}}, "none 1 Hi"),
+    ):
+        engine = FakeEngine()
+        state = make_state(engine)
+        assert state.text
+        state.text.template = ChatTemplate(template)
+        await chat(state, **fields)
+        assert bytes(engine.submitted[0].prompt_token_ids).decode() == told
 
 
 async def test_whole_answer() -> None:

@@ -12,8 +12,9 @@ from contracts.errors import bad_request, internal_error, model_not_found, not_f
 from contracts.usage import MAX_IDS
 from worker.ipc.client import EngineDead
 from worker.ipc.messages import Progress
+from worker.server.decoding import decode
 from worker.server.exchange import Exchange
-from worker.server.schemas import AbortRequest, NamesRequest, decode
+from worker.server.schemas import AbortRequest, NamesRequest
 from worker.server.state import ServerState, engine_dead
 
 _USAGE_WAIT_SECONDS = 0.5

@@ -8,13 +8,14 @@ from contracts.errors import bad_request
 from worker.params import SamplingParams
 from worker.server.answers import formed, plan_answers
 from worker.server.chat_answer import send_chat, stream_chat
-from worker.server.chat_prompt import render_chat
+from worker.server.chat_prompt import echoed, render_chat, with_effort
+from worker.server.decoding import decode, template_variables
 from worker.server.exchange import Exchange
 from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation, check_sequences
 from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
-from worker.server.schemas import ChatRequest, decode, template_variables
+from worker.server.schemas import ChatRequest
 from worker.server.state import ServerState
 from worker.server.structured import check_form, form_field, with_form
 from worker.server.tools import ToolUse, chat_tools, tool_use
@@ -26,8 +27,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     request = decode(exchange.body, ChatRequest)
     state.check_model(request.model or request.model_name or exchange.query("model"))
     _, info, text = state.ready()
-    _refuse_unsupported(request)
-    usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
+    usage = check_stream_options(request.stream_options, bool(request.stream))
     tools = tool_use(chat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
     await check_form(state, params, form_field(request) or "tools")
@@ -38,10 +38,14 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         tools=tools,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        variables=template_variables(request.chat_template_kwargs),
+        variables=with_effort(template_variables(request.chat_template_kwargs), request.reasoning_effort),
     )
+    lead = echoed(request)
     tokens = await text.encode(
-        prompt, param="messages", add_special_tokens=False, limit=longest_prompt(params, info)
+        prompt,
+        param="messages",
+        add_special_tokens=request.add_special_tokens is True,  # the template has put them there already
+        limit=longest_prompt(params, info),
     )
     plan = plan_answers(text, tools, prompt, request.include_reasoning)
     generation = Generation(
@@ -64,16 +68,11 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         generation.submit()
         tokenizer = text.need_tokenizer("messages")
         if request.stream:
-            await stream_chat(state, exchange, request, generation, plan, tokenizer, usage_wanted)
+            await stream_chat(state, exchange, request, generation, plan, tokenizer, usage, lead)
         else:
-            await send_chat(state, exchange, request, generation, plan, tokenizer)
+            await send_chat(state, exchange, request, generation, plan, tokenizer, lead)
     finally:
         generation.close()
-
-
-def _refuse_unsupported(request: ChatRequest) -> None:
-    if request.functions:
-        raise bad_request("functions are not supported; send them as tools", "functions")
 
 
 def _params(request: ChatRequest, tools: ToolUse | None) -> SamplingParams:

@@ -11,6 +11,7 @@ from worker.server.choice import Choice, Delta
 from worker.server.exchange import EventStream, Exchange
 from worker.server.generation import Generation
 from worker.server.logprobs import chat_logprobs, prompt_logprobs
+from worker.server.refusals import StreamUsage
 from worker.server.schemas import ChatRequest
 from worker.server.state import ServerState
 from worker.text.answer import Part
@@ -24,8 +25,9 @@ async def send_chat(
     generation: Generation,
     plan: AnswerPlan | None,
     tokenizer: Tokenizer,
+    lead: str,
 ) -> None:
-    """Answer with all choices, whole."""
+    """Answer with all choices, whole; `lead`: text that every answer begins with."""
     as_ids = bool(request.return_tokens_as_token_ids)
     read: list[ReadAnswer] = []
     if plan is None:
@@ -36,6 +38,8 @@ async def send_chat(
         read = [ReadAnswer(plan) for _ in range(generation.params.n)]
         answers, messages = await _collect(generation, read)
         reasons = [reader.finish_reason(answer.finish_reason) for reader, answer in zip(read, answers)]
+    for message in messages if lead else ():
+        message["content"] = lead + (message["content"] or "")
     body = {
         **_head(state, generation, "chat.completion"),
         "choices": [
@@ -82,11 +86,11 @@ async def stream_chat(
     generation: Generation,
     plan: AnswerPlan | None,
     tokenizer: Tokenizer,
-    usage_wanted: bool,
+    usage: StreamUsage,
+    lead: str,
 ) -> None:
-    """Answer with chunks, as they come."""
+    """Answer with chunks, as they come; `lead`: text that every answer begins with."""
     head = _head(state, generation, "chat.completion.chunk")
-    tail: dict[str, Any] = {"usage": None} if usage_wanted else {}
     params = generation.params
     read = [ReadAnswer(plan) for _ in range(params.n)] if plan is not None else []
     as_ids = bool(request.return_tokens_as_token_ids)
@@ -95,7 +99,7 @@ async def stream_chat(
 
     def chunk(choice: Choice, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         body = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-        return {**head, "choices": [body], **tail}
+        return {**head, "choices": [body], **usage.of_chunk(generation, choice.index)}
 
     def chunks(choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         made = []
@@ -105,6 +109,8 @@ async def stream_chat(
             made.append(chunk(choice, {"role": "assistant", "content": ""}))
             if request.return_token_ids:
                 made[0]["prompt_token_ids"] = generation.prompts[0]
+            if lead:
+                made.append(chunk(choice, {"content": lead}))
         reason: str | None = delta.finish_reason
         if plan is None:
             bodies = [{"content": delta.text}] if delta.text else []
@@ -131,7 +137,7 @@ async def stream_chat(
             ready = [item for choice, delta in step for item in chunks(choice, delta)]
             if ready:
                 await exchange.write(*ready)
-    last = [{**head, "choices": [], "usage": _usage(generation, plan, read)}] if usage_wanted else []
+    last = [{**head, "choices": [], "usage": _usage(generation, plan, read)}] if usage.last else []
     await exchange.end_stream(*last)
 
 

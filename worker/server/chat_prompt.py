@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from contracts.errors import bad_request
-from worker.server.schemas import MAX_MESSAGES, Message
+from worker.server.schemas import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort
 from worker.server.text_model import TextModel
 from worker.server.tools import ToolUse
-from worker.text.template import TemplateError, up_to_mark, with_mark
+from worker.text.template import PART_SEPARATOR, TemplateError, up_to_mark, with_mark
 
 _OFF_LOOP_MESSAGES = 64
 
@@ -63,6 +63,30 @@ async def render_chat(
     # Long conversations take milliseconds to render: other streams go on meanwhile.
     prompt = render() if len(plain) <= _OFF_LOOP_MESSAGES else await asyncio.to_thread(render)
     return _going_on(up_to_mark, prompt, mark) if continue_final_message else prompt
+
+
+def echoed(request: ChatRequest) -> str:
+    """What `echo` puts before an answer: the text of the last message, where the answer is of the same role
+    or goes on in it."""
+    if not request.echo:
+        return ""
+    last = request.messages[-1]
+    follows = request.add_generation_prompt is not False and not request.continue_final_message
+    if follows and last.role != "assistant":
+        return ""
+    if isinstance(last.content, str) or last.content is None:
+        return last.content or ""
+    return PART_SEPARATOR.join(part.text or part.refusal or "" for part in last.content)
+
+
+def with_effort(variables: dict[str, Any], effort: ReasoningEffort | None) -> dict[str, Any]:
+    """Variables of the chat template: an effort is told to those that know it, `none` is also Qwen3's
+    `enable_thinking: false`."""
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+    if effort == "none":
+        variables.setdefault("enable_thinking", False)
+    return variables
 
 
 def _going_on(function: Callable[[T, str], T], given: T, mark: str) -> T:

@@ -9,12 +9,13 @@ from typing import Any
 
 from contracts.errors import bad_request
 from worker.server.completion_body import CompletionBody
+from worker.server.decoding import decode
 from worker.server.exchange import EventStream, Exchange
 from worker.server.fitting import check_echo, longest_prompt
 from worker.server.generation import Generation, check_sequences
-from worker.server.refusals import check_stream_options
+from worker.server.refusals import StreamUsage, check_stream_options
 from worker.server.sampling import sampling_params
-from worker.server.schemas import CompletionRequest, Prompt, decode
+from worker.server.schemas import CompletionRequest, Prompt
 from worker.server.state import ServerState
 from worker.server.structured import check_form, form_field
 from worker.server.text_model import TextModel
@@ -28,8 +29,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     request = decode(exchange.body, CompletionRequest)
     state.check_model(request.model or request.model_name or exchange.query("model"))
     _, info, text = state.ready()
-    _refuse_unsupported(request)
-    usage_wanted = check_stream_options(request.stream_options, bool(request.stream))
+    usage = check_stream_options(request.stream_options, bool(request.stream))
     params = sampling_params(
         request, max_tokens=request.max_tokens, logprobs=request.logprobs, echo=bool(request.echo)
     )
@@ -64,7 +64,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     try:
         generation.submit()
         if request.stream:
-            await _stream(state, exchange, generation, body, usage_wanted)
+            await _stream(state, exchange, generation, body, usage)
         else:
             await _whole(state, exchange, generation, body)
     finally:
@@ -98,13 +98,6 @@ def _split(prompt: Prompt) -> list[str | list[int]]:
     return [item for item in prompt if not isinstance(item, int)]
 
 
-def _refuse_unsupported(request: CompletionRequest) -> None:
-    if request.suffix:
-        raise bad_request("suffix is not supported: the models served here continue text", "suffix")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad_request("best_of other than n is not supported; all n answers are returned", "best_of")
-
-
 async def _whole(
     state: ServerState, exchange: Exchange, generation: Generation, body: CompletionBody
 ) -> None:
@@ -120,18 +113,20 @@ async def _whole(
 
 
 async def _stream(
-    state: ServerState, exchange: Exchange, generation: Generation, body: CompletionBody, usage_wanted: bool
+    state: ServerState, exchange: Exchange, generation: Generation, body: CompletionBody, usage: StreamUsage
 ) -> None:
     head = _head(state, generation)
-    tail: dict[str, Any] = {"usage": None} if usage_wanted else {}
     await exchange.start_stream(EventStream())
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             choices = await asyncio.to_thread(body.pieces, step) if body.long else body.pieces(step)
-            ready = [{**head, "choices": [choice], **tail} for choice in choices]
+            ready = [
+                {**head, "choices": [choice], **usage.of_chunk(generation, choice["index"])}
+                for choice in choices
+            ]
             if ready:
                 await exchange.write(*ready)
-    last = [{**head, "choices": [], "usage": generation.usage().body()}] if usage_wanted else []
+    last = [{**head, "choices": [], "usage": generation.usage().body()}] if usage.last else []
     await exchange.end_stream(*last)
 
 

@@ -17,10 +17,12 @@ from worker.ipc.client import RequestStream
 from worker.ipc.messages import NORMAL, EngineInfo, EngineRequest, RequestOutput
 from worker.params import SamplingParams
 from worker.pooling import PoolingConfig, finish_vector
+from worker.server.decoding import decode
 from worker.server.exchange import Exchange
 from worker.server.generation import priority_of
+from worker.server.not_offered import check_offered
 from worker.server.sampling import check_scheduling
-from worker.server.schemas import EmbeddingRequest, Prompt, decode
+from worker.server.schemas import EmbeddingRequest, Prompt
 from worker.server.state import ServerState, engine_dead
 from worker.server.text_model import TextModel, context_too_long
 
@@ -172,6 +174,7 @@ def _pooling(info: EngineInfo, request: EmbeddingRequest) -> PoolingConfig:
         allowed = [*sorted(info.pooling.sizes), info.pooling.size]
         sizes = f"from 1 to {info.pooling.size}" if info.pooling.any_size else " or ".join(map(str, allowed))
         raise bad_request(f"dimensions must be {sizes} for this model, not {dimensions}", "dimensions")
+    check_offered(request)
     check_scheduling(request.cache_salt, request.priority)
     return info.pooling
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BODY_IDLE_SECONDS = 60.0  # a client that sends nothing for so long gets 408
 SEND_STALL_SECONDS = 300.0  # a client that reads nothing for so long is dropped
-_MAX_REQUEST_ID = 128
+MAX_REQUEST_ID = 128
 
 _encode = msgspec.json.Encoder().encode
 
@@ -88,8 +88,8 @@ class Exchange:
         self._send = send
         self._model_name = model_name
         self._framing: Framing | None = None
-        self.request_id = _usable_name(self.header(REQUEST_ID)) or f"req-{uuid.uuid4().hex}"
-        self.usage_name = _usable_name(self.header(USAGE))
+        self.request_id = usable_name(self.header(REQUEST_ID)) or f"req-{uuid.uuid4().hex}"
+        self.usage_name = usable_name(self.header(USAGE))
 
     @property
     def service_class(self) -> int | None:
@@ -230,9 +230,9 @@ class Exchange:
         self.complete = not more
 
 
-def _usable_name(value: str | None) -> str | None:
+def usable_name(value: str | None) -> str | None:
     """An id from outside goes back into a header: visible ASCII of sane length, or it isn't used."""
-    if value and len(value) <= _MAX_REQUEST_ID and all("!" <= character <= "~" for character in value):
+    if value and len(value) <= MAX_REQUEST_ID and all("!" <= character <= "~" for character in value):
         return value
     return None
 

@@ -64,7 +64,8 @@ class _Sequence:
 class Generation:
     """All answers of one request: `submit`, then iterate `steps`; `close` always.
 
-    Engine ids are minted here: ids from outside may repeat, and must never reach another client's work.
+    Engine ids are minted here: ids from outside (`request.request_id` is the answer's) may repeat, and must
+    never reach another client's work.
 
     Args:
         param: the request's field that became the prompts, for error messages.
@@ -102,7 +103,8 @@ class Generation:
     ) -> None:
         self._state = state
         self._engine, info, text = state.ready()
-        self.id = id_prefix + uuid.uuid4().hex
+        minted = uuid.uuid4().hex
+        self.id = id_prefix + (request.request_id or minted).removeprefix(id_prefix)
         self.names = frozenset((self.id, external_id))
         self.created = int(time.time())
         self.params = params
@@ -132,7 +134,7 @@ class Generation:
                     engine_params = msgspec.structs.replace(engine_params, prompt_logprobs=None)
                 index = len(self._sequences)
                 engine_request = EngineRequest(
-                    request_id=f"{self.id}-{index}",
+                    request_id=f"{minted}-{index}",
                     prompt_token_ids=prompt,
                     params=engine_params,
                     seed=seed,
@@ -209,6 +211,12 @@ class Generation:
             # Later answers always find their own prompt in the cache; that says nothing.
             cached_tokens=sum(sequence.choice.cached_tokens for sequence in first_answers),
         )
+
+    def answer_usage(self, index: int) -> Usage:
+        """Of the answer `index` so far, with its own prompt."""
+        choice = self._sequences[index].choice
+        prompt = self.prompts[index // self.params.n]
+        return Usage(len(prompt), choice.completion_tokens, choice.cached_tokens)
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprob | None]:
         """Of the prompt of the answer `index`, once that or the whole request is complete: None for its first

@@ -10,18 +10,13 @@ from contracts.errors import bad_request
 from worker.server.chat_prompt import render_chat
 from worker.server.choice import Delta
 from worker.server.completions import DEFAULT_MAX_TOKENS, prompt_tokens
+from worker.server.decoding import decode, template_variables
 from worker.server.exchange import Exchange, JsonLines
 from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation
 from worker.server.logprobs import native_entry, native_logprobs
 from worker.server.sampling import sampling_params
-from worker.server.schemas import (
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-    decode,
-    template_variables,
-)
+from worker.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from worker.server.state import ServerState
 from worker.server.structured import check_form, form_field
 from worker.server.tools import chat_tools, tool_use

@@ -29,6 +29,7 @@ from worker.params import (
 from worker.server import answer_shapes as shapes
 from worker.server import schemas
 from worker.server.exchange import Exchange
+from worker.server.not_offered import refused_fields
 from worker.server.responses_input import ResponsesRequest
 from worker.server.state import ServerState
 
@@ -236,14 +237,10 @@ def _without_raw(kind: Any) -> Any:
 
 @functools.cache
 def _shown_struct(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    if issubclass(kind, schemas.Sampling):
-        left_out = frozenset(schemas.NOT_OFFERED)
-    else:
-        left_out = frozenset()
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         shown = _without_raw(field.type)
-        if field.name in left_out:
+        if field.name in refused_fields(kind):
             continue
         if field.required:
             fields.append((field.encode_name, shown))

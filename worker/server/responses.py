@@ -12,8 +12,9 @@ import msgspec
 from contracts.errors import bad_request
 from worker.params import ParamError, SamplingParams, StructuredOutputs
 from worker.server.answers import AnswerPlan, ReadAnswer, formed, plan_answers
-from worker.server.chat_prompt import render_chat
+from worker.server.chat_prompt import render_chat, with_effort
 from worker.server.choice import Delta
+from worker.server.decoding import decode, template_variables
 from worker.server.exchange import Exchange
 from worker.server.fitting import longest_prompt
 from worker.server.generation import Generation, check_sequences
@@ -21,7 +22,6 @@ from worker.server.logprobs import chat_logprobs
 from worker.server.responses_input import ResponsesRequest, TextFormat, messages_of, refusal_of
 from worker.server.responses_output import Event, OutputItems
 from worker.server.sampling import sampling_params
-from worker.server.schemas import decode, template_variables
 from worker.server.state import ServerState
 from worker.server.structured import check_form, form_field, with_form
 from worker.server.tools import ToolUse, flat_tools, tool_use
@@ -44,9 +44,9 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
     forced = tools is not None and tools.forced
     await check_form(state, params, form_field(request) or ("tools" if forced else "text.format.schema"))
     check_sequences(state, 1, params.n)
-    prompt = await render_chat(
-        text, messages_of(request), tools=tools, variables=_variables(request), param="input"
-    )
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables = with_effort(template_variables(request.chat_template_kwargs), effort)
+    prompt = await render_chat(text, messages_of(request), tools=tools, variables=variables, param="input")
     tokens = await text.encode(
         prompt, param="input", add_special_tokens=False, limit=longest_prompt(params, info)
     )
@@ -99,14 +99,6 @@ def _form(request: ResponsesRequest) -> StructuredOutputs | None:
         return StructuredOutputs(json=json.dumps(format.schema))
     except ParamError as error:
         raise bad_request(f"text.format.schema: {error}", "text.format.schema") from error
-
-
-def _variables(request: ResponsesRequest) -> dict[str, Any]:
-    """Variables of the chat template: `reasoning.effort: "none"` is Qwen3's `enable_thinking: false`."""
-    variables = template_variables(request.chat_template_kwargs)
-    if request.reasoning is not None and request.reasoning.effort == "none":
-        variables.setdefault("enable_thinking", False)
-    return variables
 
 
 class _Response:

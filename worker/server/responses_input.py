@@ -8,7 +8,16 @@ from typing import Any, Final, Literal
 import msgspec
 
 from contracts.errors import ApiError, bad_request
-from worker.server.schemas import MAX_MESSAGES, FunctionCall, Message, Part, Sampling, ToolCall
+from worker.server.not_offered import NOT_OFFERED
+from worker.server.schemas import (
+    MAX_MESSAGES,
+    FunctionCall,
+    Message,
+    Part,
+    ReasoningEffort,
+    Sampling,
+    ToolCall,
+)
 
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
@@ -47,7 +56,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
 
 
@@ -66,12 +75,18 @@ class ResponsesRequest(Sampling, kw_only=True):
     user: str | None = None
     store: bool | None = None
     truncation: str | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    max_tool_calls: int | None = None
+    stream_options: dict[str, Any] | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    prompt: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    background_options: Any = None
+    context_management: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    image: Any = None
+    access_programs: Any = None
 
 
 def messages_of(request: ResponsesRequest) -> list[Message]:
@@ -186,23 +201,14 @@ def _need(value: str | None, where: str) -> str:
 def refusal_of(request: ResponsesRequest) -> ApiError | None:
     """What is asked for and not done here: an answer that leaves it out would mislead."""
     for name, wanted, instead in (
-        (
-            "previous_response_id",
-            request.previous_response_id,
-            "responses aren't stored: send all items",
-        ),
-        ("conversation", request.conversation, "conversations aren't stored: send the items as input"),
         ("prompt", request.prompt, "prompts aren't stored: send instructions and input"),
-        ("background", request.background, "leave it out; with stream: true the answer comes as it is made"),
-        (
-            "max_tool_calls",
-            request.max_tool_calls,
-            "it bounds tools that the server runs: there are none",
-        ),
         ("max_tokens", request.max_tokens, "send max_output_tokens"),
     ):
         if wanted:
             return bad_request(f"{name} is not supported: {instead}", name)
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        why = NOT_OFFERED["verbosity"].why
+        return bad_request(f"text.verbosity is not supported: {why}", "text.verbosity")
     if request.truncation not in (None, "disabled"):
         return bad_request("truncation must be 'disabled': input that is too long is refused", "truncation")
     for index, name in enumerate(request.include or ()):

@@ -8,7 +8,9 @@ from typing import Any
 
 from contracts.errors import bad_request
 from worker.params import ParamError, SamplingParams
-from worker.server.schemas import MAX_PRIORITY, MAX_SALT, NOT_OFFERED, Sampling
+from worker.server.exchange import MAX_REQUEST_ID, usable_name
+from worker.server.not_offered import check_offered
+from worker.server.schemas import MAX_PRIORITY, MAX_SALT, Sampling
 from worker.server.structured import form_of
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -71,15 +73,25 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def _check_extras(request: Sampling) -> None:
-    for name, reason in NOT_OFFERED.items():
-        value = getattr(request, name)
-        if value is not None and value is not False and value != []:
-            raise bad_request(f"{name} is not supported: {reason}", name)
+    check_offered(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise bad_request("best_of other than n is not supported; all n answers are returned", "best_of")
+    if request.request_id is not None:
+        check_request_id(request.request_id)
     if request.stream and request.prompt_logprobs is not None:
         raise bad_request(
             "prompt_logprobs can't be streamed; leave out stream, or prompt_logprobs", "prompt_logprobs"
         )
     check_scheduling(request.cache_salt, request.priority)
+
+
+def check_request_id(name: str) -> None:
+    """ApiError 400 for what can't be a request's id, which goes into headers and logs."""
+    if usable_name(name) is None:
+        raise bad_request(
+            f"request_id must have 1 to {MAX_REQUEST_ID} visible ASCII characters, without spaces",
+            "request_id",
+        )
 
 
 def check_scheduling(cache_salt: str | None, priority: int | None) -> None:

@@ -1,35 +1,27 @@
-"""Request bodies, decoded and checked by msgspec: types here, bounds in SamplingParams.
+"""Request bodies: types here, bounds in SamplingParams; decoding.py checks and decodes them.
 
 Unknown fields are ignored, null is as good as absent, a wrong type is a 400 with the field's path as `param`.
+Fields of type Any are those that not_offered.py refuses.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from contracts.errors import bad_request
+from worker.server.not_offered import EMBEDDINGS_NOT_OFFERED, NOT_OFFERED, NotOffered
 
 MAX_PROMPTS = 1024
-MAX_TEMPLATE_VARIABLES = 65_536  # bytes of JSON
 MAX_MESSAGES = 16384
 MAX_TOOLS = 128
 MAX_TOOLS_SIZE = 262_144  # bytes of JSON
 MAX_SALT = 256
 MAX_PRIORITY = 1_000_000
 
-# What other servers take and this one doesn't: refused when set, since an answer that leaves it out misleads.
-NOT_OFFERED = {
-    "prompt_embeds": "prompts are texts or token ids",
-    "use_beam_search": "tokens are drawn one by one; n gives several answers",
-    "logits_processors": "a request can't bring code; logit_bias, allowed_token_ids, bad_words and penalties "
-    "change what is drawn",
-    "structural_tag": "structured_outputs has json, regex, choice and grammar",
-}
-
 Prompt = str | list[str | int | list[int]]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class SchemaFormat(msgspec.Struct, kw_only=True):
@@ -59,6 +51,8 @@ class StructuredFields(msgspec.Struct, kw_only=True):
 class Sampling(msgspec.Struct, kw_only=True):
     """Fields that every generating route takes at its top level."""
 
+    not_offered: ClassVar[Mapping[str, NotOffered]] = NOT_OFFERED
+
     model: str | None = None
     model_name: str | None = None
     stream: bool | None = None
@@ -86,20 +80,34 @@ class Sampling(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    prompt_embeds: Any = None
-    use_beam_search: Any = None
-    logits_processors: Any = None
+    request_id: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
-    structural_tag: Any = None
     guided_json: msgspec.Raw = msgspec.Raw()
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    best_of: int | None = None
+    prompt_embeds: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    logits_processors: Any = None
+    structural_tag: Any = None
+    guided_whitespace_pattern: Any = None
+    logprob_token_ids: Any = None
+    truncation_side: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
+    vllm_xargs: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -157,21 +165,32 @@ class ChatRequest(Sampling, kw_only=True):
     include_reasoning: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    functions: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    return_prompt_text: Any = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
     prompt: Prompt
     logprobs: int | None = None
     stream_options: StreamOptions | None = None
-    best_of: int | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    suffix: str | None = None
+    suffix: Any = None
     add_special_tokens: bool | None = None
 
 
@@ -182,6 +201,8 @@ class GenerateRequest(Sampling, kw_only=True):
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    not_offered: ClassVar[Mapping[str, NotOffered]] = EMBEDDINGS_NOT_OFFERED
+
     model: str | None = None
     model_name: str | None = None
     input: Prompt
@@ -191,6 +212,11 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    messages: Any = None
+    truncate_prompt_tokens: Any = None
+    normalize: Any = None
+    embed_dtype: Any = None
+    endianness: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -219,53 +245,3 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 class NamesRequest(msgspec.Struct, kw_only=True):
     names: list[str]
-
-
-T = TypeVar("T")
-
-_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-
-
-def decode(body: bytes, type: type[T], within: str = "") -> T:
-    """The request in `body`. ApiError 400: not JSON, or a field of the wrong type, named in `param`.
-
-    `within`: the field that `body` is the value of, where that is read apart.
-    """
-    try:
-        return msgspec.json.decode(body, type=type)
-    except msgspec.ValidationError as error:
-        raise _wrong_type(str(error), within) from error
-    except RecursionError:
-        raise bad_request("The request's body is nested too deeply.", code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def template_variables(raw: msgspec.Raw) -> dict[str, Any]:
-    """What `chat_template_kwargs` holds. It is looked at apart, so that its size can be limited first:
-    millions of nested lists would keep the process busy for seconds."""
-    if not raw:
-        return {}
-    if len(memoryview(raw)) > MAX_TEMPLATE_VARIABLES:
-        raise bad_request(
-            f"chat_template_kwargs may have at most {MAX_TEMPLATE_VARIABLES} bytes", "chat_template_kwargs"
-        )
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any] | None) or {}
-    except (msgspec.ValidationError, RecursionError):
-        raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs") from None
-
-
-def _wrong_type(message: str, within: str) -> Exception:
-    found = _PATH.search(message)
-    path = found["path"].removesuffix("[...]") if found else ""
-    if within:
-        path = f"{within}.{path}" if path and path[0] != "[" else within + path
-    text = message[: found.start()] if found else message
-    missing = _MISSING.match(text)
-    if missing is not None:
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return bad_request(f"{path} is missing.", path)
-    where = path or "The request's body"
-    return bad_request(f"{where} has the wrong type or value: {text}", path or None)

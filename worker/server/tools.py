@@ -12,7 +12,8 @@ import msgspec
 
 from contracts.errors import bad_request
 from worker.params import ParamError, StructuredOutputs
-from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Tool, decode
+from worker.server.decoding import decode
+from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Tool
 from worker.text.answer import Reader
 from worker.text.calls import CallFormat, MarkedCalls
 from worker.text.calls.forced import LIST_OF_CALLS, NamedCall
