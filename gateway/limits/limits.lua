@@ -1,33 +1,38 @@
--- The books of all limits. ARGV[1] is a list of operations, words with spaces between, each done in order:
+-- The books of all limits. ARGV[1] is a list in MessagePack: operations, each done in order.
 --
---   acquire LEASE TTL N (rate INCREMENT UNIT TOLERANCE | lease LIMIT) * N        one key per rule
+--   acquire LEASE TTL N (rate KEY INCREMENT UNIT TOLERANCE | lease KEY LIMIT) * N
 --       checks every rule, and only if all of them admit charges every one.
 --       replies 1 or 0, then per rule its backlog in microseconds or its number of leases
---   adjust DELTA UNIT TOLERANCE                                                 one key, no reply
---   hold TTL N LEASE * N                                                         one key, replies its number
---   drop N LEASE * N                                                             one key, no reply
+--   adjust KEY DELTA UNIT TOLERANCE                                                 no reply
+--   hold KEY TTL N LEASE * N                                                        replies their number
+--   drop KEY N LEASE * N                                                            no reply
+--
+-- KEYS are the keys in it, each once. The answer is the list of all replies, in MessagePack too: one string
+-- each way is far cheaper, on both sides, than many, or than words to be parsed.
 --
 -- Times are integer microseconds of this server's clock, exact in a double. A rate is stored as
--- "TAT UNIT TOLERANCE WRITTEN", see rules.py; WRITTEN is the time of that. One string each way is far cheaper
--- for clients than lists.
+-- "TAT UNIT TOLERANCE WRITTEN", see rules.py; WRITTEN is the time of that.
+--
+-- Commands are what takes the time here, and the operations of a list are mostly about the same user or model:
+-- so each key is read once, and written once, at the end.
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local word = string.gmatch(ARGV[1], '%S+')
-local next_key = 0
+local list = cmsgpack.unpack(ARGV[1])
+local place, last = 0, #list
 local replies = {}
 
-local function number()
-  return tonumber(word())
-end
-
-local function key()
-  next_key = next_key + 1
-  return KEYS[next_key]
+local function word()
+  place = place + 1
+  return list[place]
 end
 
 local function reply(value)
-  replies[#replies + 1] = string.format('%.0f', value)
+  replies[#replies + 1] = value
+end
+
+local function integer(value)
+  return string.format('%.0f', value)
 end
 
 -- A command on a key of ours. If that holds something else, it goes: one such key would fail every list of
@@ -43,124 +48,189 @@ local function on(name, command, ...)
   return answer
 end
 
-local function write_rate(name, backlog, unit, tolerance)
-  if backlog <= 0 then
-    redis.call('DEL', name)
-    return
-  end
-  local state = string.format('%.0f %.0f %.0f %.0f', now + backlog, unit, tolerance, now)
-  -- A second longer than it counts, for a clock that is corrected a little.
-  redis.call('SET', name, state, 'PX', string.format('%.0f', math.ceil(backlog / 1000) + 1000))
-end
+-- Rates by key: {backlog, unit, tolerance, changed}; no backlog where nothing is stored.
+local rates = {}
 
--- (backlog, unit, tolerance) as stored, or nothing. What was written later than now was written by a clock
--- that was ahead of this one: it went back, or another server took over. The backlog of then counts from now
--- on; else it would refuse for as long as that clock was ahead.
+-- What was written later than now was written by a clock that was ahead of this one: it went back, or another
+-- server took over. The backlog of then counts from now on; else it would refuse for as long as that clock
+-- was ahead.
 local function read_rate(name)
   local stored = on(name, 'GET')
   local tat, unit, tolerance, written = string.match(stored or '', '^(%d+) (%d+) (%d+) ?(%d*)$')
   if not tat then
-    return nil
+    return {}
   end
   tat, unit, tolerance, written = tonumber(tat), tonumber(unit), tonumber(tolerance), tonumber(written) or 0
   local backlog = tat - math.max(now, written)
   if backlog > 2 * tolerance then
-    return nil
+    return {}
   end
-  if written > now then
-    write_rate(name, backlog, unit, tolerance)
-  end
-  return backlog, unit, tolerance
+  return { backlog = backlog, unit = unit, tolerance = tolerance, changed = written > now }
 end
 
-local function present_backlog(name, unit, tolerance)
-  local backlog, old_unit, old_tolerance = read_rate(name)
+local function rate_of(name)
+  local rate = rates[name]
+  if not rate then
+    rate = read_rate(name)
+    rates[name] = rate
+  end
+  return rate
+end
+
+local function present_backlog(rate, unit, tolerance)
+  local backlog = rate.backlog
   if not backlog or backlog <= 0 then
     return 0
   end
-  if old_unit ~= unit or old_tolerance ~= tolerance then
-    return math.min(math.ceil(backlog * unit / old_unit), tolerance)
+  if rate.unit ~= unit or rate.tolerance ~= tolerance then
+    return math.min(math.ceil(backlog * unit / rate.unit), tolerance)
   end
   return backlog
 end
 
--- Leases that end later than any can were written by a clock that was ahead, too.
-local function held(name, ttl)
-  on(name, 'ZREMRANGEBYSCORE', '-inf', string.format('%.0f', now))
-  redis.call('ZREMRANGEBYSCORE', name, string.format('%.0f', now + 2 * ttl), '+inf')
-  return redis.call('ZCARD', name)
+local function change_rate(rate, backlog, unit, tolerance)
+  rate.backlog = backlog > 0 and backlog or nil
+  rate.unit, rate.tolerance, rate.changed = unit, tolerance, true
 end
 
-local function hold(name, lease, ttl)
-  on(name, 'ZADD', string.format('%.0f', now + ttl), lease)
+local function write_rate(name, rate)
+  local backlog = rate.backlog or 0
+  if backlog <= 0 then
+    redis.call('DEL', name)
+    return
+  end
+  local state = string.format('%.0f %.0f %.0f %.0f', now + backlog, rate.unit, rate.tolerance, now)
+  -- A second longer than it counts, for a clock that is corrected a little.
+  redis.call('SET', name, state, 'PX', integer(math.ceil(backlog / 1000) + 1000))
 end
 
-local function keep(name, ttl)
-  redis.call('PEXPIRE', name, string.format('%.0f', math.ceil(ttl / 1000) + 1000))
+-- Leases by key: {count, exact, ttl, added}; no count while nobody has asked; `added` are not written yet.
+local leases = {}
+
+local function leases_of(name)
+  local held = leases[name]
+  if not held then
+    held = { added = {} }
+    leases[name] = held
+  end
+  return held
+end
+
+local function add(held, lease, ttl)
+  local added = held.added
+  added[#added + 1] = integer(now + ttl)
+  added[#added + 1] = lease
+  held.ttl = ttl
+end
+
+local function write_leases(name, held)
+  local added = held.added
+  if #added > 0 then
+    for first = 1, #added, 1000 do -- as many as fit on the stack
+      on(name, 'ZADD', unpack(added, first, math.min(first + 999, #added)))
+    end
+    redis.call('PEXPIRE', name, integer(math.ceil(held.ttl / 1000) + 1000))
+    held.added = {}
+  end
+end
+
+-- How many there are; exactly, where that is more than `enough`. Some may be of gateways that were killed, and
+-- have ended: that is rare and costs two commands, so it is looked for where it matters. Those that end later
+-- than any can were written by a clock that was ahead.
+local function count(name, held, ttl, enough)
+  if not held.count then
+    held.count = on(name, 'ZCARD')
+  end
+  if held.count > enough and not held.exact then
+    write_leases(name, held)
+    redis.call('ZREMRANGEBYSCORE', name, '-inf', integer(now))
+    redis.call('ZREMRANGEBYSCORE', name, integer(now + 2 * ttl), '+inf')
+    held.count, held.exact = redis.call('ZCARD', name), true
+  end
+  return held.count
 end
 
 local operations = {}
 
 function operations.acquire()
-  local lease, ttl, count = word(), number(), number()
-  local rules, admitted = {}, true
-  for i = 1, count do
-    local rule = { key = key(), kind = word(), cost = number() }
-    if rule.kind == 'rate' then
-      rule.unit, rule.tolerance = number(), number()
-      rule.value = present_backlog(rule.key, rule.unit, rule.tolerance)
-      admitted = admitted and rule.value + rule.cost <= rule.tolerance
+  local lease, ttl, rules = word(), word(), word()
+  local first, values, admitted = place, {}, true
+  for rule = 1, rules do
+    local kind, name = word(), word()
+    if kind == 'rate' then
+      local cost, unit, tolerance = word(), word(), word()
+      values[rule] = present_backlog(rate_of(name), unit, tolerance)
+      admitted = admitted and values[rule] + cost <= tolerance
     else
-      rule.value = held(rule.key, ttl)
-      admitted = admitted and rule.value < rule.cost
+      local limit = word()
+      values[rule] = count(name, leases_of(name), ttl, limit - 1)
+      admitted = admitted and values[rule] < limit
     end
-    rules[i] = rule
   end
   reply(admitted and 1 or 0)
-  for _, rule in ipairs(rules) do
-    if admitted and rule.kind == 'rate' then
-      rule.value = rule.value + rule.cost
-      write_rate(rule.key, rule.value, rule.unit, rule.tolerance)
-    elseif admitted then
-      rule.value = rule.value + 1
-      hold(rule.key, lease, ttl)
-      keep(rule.key, ttl)
+  place = admitted and first or place
+  for rule = 1, rules do
+    if admitted then
+      local kind, name, cost = word(), word(), word()
+      if kind == 'rate' then
+        values[rule] = values[rule] + cost
+        change_rate(rates[name], values[rule], word(), word())
+      else
+        values[rule] = values[rule] + 1
+        leases[name].count = values[rule]
+        add(leases[name], lease, ttl)
+      end
     end
-    reply(rule.value)
+    reply(values[rule])
   end
 end
 
 function operations.adjust()
-  local name, delta, unit, tolerance = key(), number(), number(), number()
-  local backlog, old_unit, old_tolerance = read_rate(name)
+  local name, delta, unit, tolerance = word(), word(), word(), word()
+  local rate = rate_of(name)
+  local backlog = rate.backlog
   if backlog then
-    delta = math.ceil(delta * old_unit / unit)
-    unit, tolerance = old_unit, old_tolerance
+    delta = math.ceil(delta * rate.unit / unit)
+    unit, tolerance = rate.unit, rate.tolerance
   end
   backlog = backlog or 0
   if delta > 0 then
     backlog = math.max(backlog, 0)
   end
-  write_rate(name, math.min(backlog + delta, 2 * tolerance), unit, tolerance)
+  change_rate(rate, math.min(backlog + delta, 2 * tolerance), unit, tolerance)
 end
 
 function operations.hold()
-  local name, ttl, count = key(), number(), number()
-  for _ = 1, count do
-    hold(name, word(), ttl)
+  local name, ttl, number = word(), word(), word()
+  local held = leases_of(name)
+  for _ = 1, number do
+    add(held, word(), ttl)
   end
-  keep(name, ttl)
-  reply(held(name, ttl))
+  write_leases(name, held)
+  held.count, held.exact = nil, false
+  reply(count(name, held, ttl, -1))
 end
 
 function operations.drop()
-  local name, count = key(), number()
-  for _ = 1, count do
-    on(name, 'ZREM', word())
+  local name, number = word(), word()
+  local held = leases_of(name)
+  write_leases(name, held)
+  for first = place + 1, place + number, 1000 do
+    on(name, 'ZREM', unpack(list, first, math.min(first + 999, place + number)))
   end
+  held.count = nil
+  place = place + number
 end
 
-for operation in word do
-  operations[operation]()
+while place < last do
+  operations[word()]()
 end
-return table.concat(replies, ' ')
+for name, rate in pairs(rates) do
+  if rate.changed then
+    write_rate(name, rate)
+  end
+end
+for name, held in pairs(leases) do
+  write_leases(name, held)
+end
+return cmsgpack.pack(replies)

@@ -7,9 +7,11 @@ import logging
 import random
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from gateway.limits.redis_link import CONNECT_S, Operation, RedisLink, reason_of, slot_tag
+from gateway.limits.rules import LeaseRule
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class RedisChannel:
     """Sends operations one batch after another: what waits while one is under way makes up the next.
 
     `degraded` from a fault until a probe finds Redis well; meanwhile `ask` raises RedisFault, which is also
-    the answer of operations under way, and `post` does nothing.
+    the answer of operations under way, and `post` does nothing. `start` comes before all else.
     """
 
     def __init__(self, link: RedisLink, owner: Owner, budget: float, probe_key: str) -> None:
@@ -50,10 +52,14 @@ class RedisChannel:
         self._owner = owner
         self._budget = budget
         self._probe_key = probe_key
+        self._loop: asyncio.AbstractEventLoop
         self._waiting: deque[Operation] = deque()
-        self._urgent = False
+        self._drops: dict[str, Operation] = {}  # of those that wait, by key
+        self._urgent = False  # what waits is to go as soon as it can
+        self._departs = False  # that is, once all that is ready in the loop has had its turn
+        self._sent: list[Operation] | None = None  # the batch under way
         self._timer: asyncio.TimerHandle | None = None
-        self._pumping: asyncio.Task[None] | None = None
+        self._emptied: asyncio.Future[None] | None = None
         self._repairing: asyncio.Task[None] | None = None
 
     @property
@@ -62,6 +68,7 @@ class RedisChannel:
 
     async def start(self) -> None:
         """Connects; where that fails, goes on trying."""
+        self._loop = asyncio.get_running_loop()
         try:
             await self._check()
         except Exception as error:
@@ -71,11 +78,13 @@ class RedisChannel:
 
     async def aclose(self) -> None:
         """Sends what waits, then closes the connections; it counts as degraded from then on."""
-        self._send()
-        if self._pumping is not None:
-            await asyncio.wait((self._pumping,), timeout=CONNECT_S)
-            self._pumping.cancel()
-            await asyncio.wait((self._pumping,))
+        self._hurry()
+        if self._departs or self._sent is not None:
+            self._emptied = self._loop.create_future()
+            await asyncio.wait((self._emptied,), timeout=CONNECT_S)
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            self._fail(TimeoutError(), sent)
         if self._repairing is not None:
             self._repairing.cancel()
         self.reason = "closed"
@@ -85,45 +94,69 @@ class RedisChannel:
         """Its replies; RedisFault is raised at once or when awaited."""
         if self.reason is not None:
             raise RedisFault
-        operation.answer = asyncio.get_running_loop().create_future()
+        if not operation.rules:  # it may prolong leases: those that end from now on must end after it
+            self._drops.clear()
+        answer = operation.answer = self._loop.create_future()
         self._waiting.append(operation)
-        self._send()
-        return operation.answer
+        self._hurry()
+        return answer
 
     def post(self, operation: Operation) -> None:
         """Sends what needs no answer, a little later; before anything that is asked after it."""
         if self.reason is None:
             self._waiting.append(operation)
             if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(COMPANY_S, self._send)
+                self._timer = self._loop.call_later(COMPANY_S, self._on_timer)
 
-    def _send(self) -> None:
+    def drop(self, key: str, lease: str, rule: LeaseRule) -> None:
+        """Posts that a lease has ended; those of one key that wait together are one operation."""
+        operation = self._drops.get(key)
+        if operation is not None:
+            operation.words[2] += 1
+            operation.words.append(lease)
+            operation.leases.append(lease)
+        elif self.reason is None:
+            operation = self._drops[key] = Operation([key], ["drop", key, 1, lease], 0, [lease], (rule,))
+            self.post(operation)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._hurry()
+
+    def _hurry(self) -> None:
         self._urgent = bool(self._waiting)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._urgent and (self._pumping is None or self._pumping.done()):
-            self._pumping = asyncio.create_task(self._pump())
+        if self._urgent and self._sent is None and not self._departs:
+            self._departs = True
+            self._loop.call_soon(self._depart)
 
-    async def _pump(self) -> None:
-        while self._urgent:
+    def _depart(self) -> None:
+        self._departs = False
+        while self._urgent and self._sent is None:
+            self._drops.clear()
             first = [self._waiting.popleft() for _ in range(min(LARGEST_BATCH, len(self._waiting)))]
             self._urgent = bool(self._waiting)
             batch = [one for one in first if one.answer is None or not one.answer.cancelled()]
-            try:
-                answers = await self._link.run(batch, self._budget) if batch else []
-            except BaseException as error:  # whatever it was, nobody may be left waiting
-                self._fail(error, batch)
-                if isinstance(error, Exception):
-                    return
-                raise
-            for operation, numbers in zip(batch, answers, strict=True):
+            if batch:
+                self._sent = batch
+                self._link.send(batch, self._budget, partial(self._arrive, batch))
+        if self._sent is None and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+
+    def _arrive(self, batch: list[Operation], outcome: list[list[int]] | BaseException) -> None:
+        if batch is not self._sent:  # it was given up meanwhile
+            return
+        self._sent = None
+        if isinstance(outcome, BaseException):
+            self._fail(outcome, batch)
+        else:
+            for operation, numbers in zip(batch, outcome, strict=True):
                 if operation.answer is None:
                     continue
                 if operation.answer.cancelled():
                     self._owner.unwanted(operation, numbers)
                 else:
                     operation.answer.set_result(numbers)
+        self._depart()
 
     def _fail(self, error: BaseException, sent: Sequence[Operation]) -> None:
         if self.reason is None:
@@ -132,6 +165,7 @@ class RedisChannel:
         self.faults += 1
         failed = [*sent, *self._waiting]
         self._waiting.clear()
+        self._drops.clear()
         self._urgent = False
         if failed:  # of a cluster, only the server of some keys may be away
             key = failed[0].keys[0]

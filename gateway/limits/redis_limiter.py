@@ -23,7 +23,7 @@ from gateway.limits.limiter import (
 from gateway.limits.memory import MemoryLimiter
 from gateway.limits.redis_channel import LAST_RETRY_S, RedisChannel, RedisFault
 from gateway.limits.redis_link import SCRIPT, Operation, RedisLink, slot_tag
-from gateway.limits.rules import SECOND, LeaseRule, RateRule, Rule, Scope
+from gateway.limits.rules import SECOND, LeaseRule, RateRule, Rule, Scope, bounded
 
 RENEWED_AT_ONCE = 32
 BEAT_S = 1.0  # how old the number of gateways may be by which the policy `local` divides
@@ -92,7 +92,8 @@ class RedisLimiter:
             self._renewal.cancel()
         for lease, rules in list(self._running.items()):
             self.drop(rules, lease)
-        self._channel.post(Operation([self._prefix + GATEWAYS], f"drop 1 {self._id}", 0))
+        key = self._prefix + GATEWAYS
+        self._channel.post(Operation([key], ["drop", key, 1, self._id], 0))
         await self._channel.aclose()
 
     async def acquire(self, charges: Sequence[Charge], tokens: int = 0) -> Granted | Refused | Unavailable:
@@ -137,15 +138,15 @@ class RedisLimiter:
                 leases = [lease for lease in leases_of[key] if lease in self._running]
                 if leases:
                     self._only_here.difference_update(leases)
-                    text = f"hold {self._ttl_us} {len(leases)} {' '.join(leases)}"
-                    holds.append(self._channel.ask(Operation([self._prefix + key], text, 1)))
+                    holds.append(self._hold(key, leases))
             await asyncio.gather(*holds)
 
     def adjust(self, rule: RateRule, delta: int) -> None:
         """For `Granted`. While Redis is away nothing is changed: what it holds drains within a burst."""
         if not self._channel.degraded:
-            text = f"adjust {delta} {rule.rate.unit} {rule.rate.tolerance}"
-            self._channel.post(Operation([self._prefix + rule.key], text, 0))
+            key, rate = self._prefix + rule.key, rule.rate
+            words = ["adjust", key, bounded(delta), rate.unit, rate.tolerance]
+            self._channel.post(Operation([key], words, 0))
 
     def drop(self, rules: Sequence[Rule], lease: str) -> None:
         """For `Granted`. While Redis is away the leases are kept in mind, and freed there later."""
@@ -162,8 +163,7 @@ class RedisLimiter:
             if self._channel.degraded:
                 self._unfreed[rule.key, lease] = rule, time.monotonic() + self._ttl
             else:
-                key = self._prefix + rule.key
-                self._channel.post(Operation([key], f"drop 1 {lease}", 0, lease, (rule,)))
+                self._channel.drop(self._prefix + rule.key, lease, rule)
 
     def _by_policy(self, charges: Sequence[Charge], tokens: int) -> Granted | Refused | Unavailable:
         if self._on_error == "closed":
@@ -206,14 +206,17 @@ class RedisLimiter:
 
     async def _take(self, rules: Sequence[Rule], lease: str) -> list[int]:
         """1 or 0, and what each rule stands at."""
-        keys = [self._prefix + rule.key for rule in rules]
-        words = " ".join([rule.words for rule in rules])
-        text = f"acquire {lease} {self._ttl_us} {len(rules)} {words}"
-        operation = Operation(keys, text, 1 + len(rules), lease, rules)
+        keys: list[str] = []
+        words: list[str | int] = ["acquire", lease, self._ttl_us, len(rules)]
+        for rule in rules:
+            key = self._prefix + rule.key
+            keys.append(key)
+            words += rule.words(key)
+        operation = Operation(keys, words, 1 + len(rules), [lease], rules)
         answer = self._channel.ask(operation)
         try:
             return await answer
-        except asyncio.CancelledError:  # the client left; an answer still to come is undone by the pump
+        except asyncio.CancelledError:  # the client left; an answer still to come is undone by the channel
             if not answer.cancelled() and answer.exception() is None:
                 self.unwanted(operation, answer.result())
             raise
@@ -227,12 +230,14 @@ class RedisLimiter:
 
     def lost(self, operation: Operation) -> None:
         """It may have run, or run yet: Redis that was paused reads what was sent to it before."""
-        self._free([rule for rule in operation.rules if isinstance(rule, LeaseRule)], operation.lease)
+        rules = [rule for rule in operation.rules if isinstance(rule, LeaseRule)]
+        for lease in operation.leases:
+            self._free(rules, lease)
 
     def unwanted(self, operation: Operation, answer: list[int]) -> None:
         """Nobody waits for it any more."""
         if operation.rules and answer[0]:
-            self._undo(operation.rules, operation.lease)
+            self._undo(operation.rules, operation.leases[0])
 
     async def well_again(self) -> None:
         """What happened meanwhile is made known to Redis."""
@@ -254,9 +259,13 @@ class RedisLimiter:
 
     async def _beat(self) -> None:
         """Says that this gateway lives, and counts those that do; raises RedisFault."""
-        text = f"hold {self._ttl_us} 1 {self._id}"
-        (count,) = await self._channel.ask(Operation([self._prefix + GATEWAYS], text, 1))
+        (count,) = await self._hold(GATEWAYS, [self._id])
         self._local.gateways = max(1, count)
+
+    def _hold(self, name: str, leases: list[str]) -> asyncio.Future[list[int]]:
+        """Asks how many there are, these prolonged."""
+        key = self._prefix + name
+        return self._channel.ask(Operation([key], ["hold", key, self._ttl_us, len(leases), *leases], 1))
 
     async def _renew_quietly(self) -> None:
         with contextlib.suppress(RedisFault):  # the repair renews

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import parse_url
@@ -25,6 +26,11 @@ SCRIPT = files("gateway.limits").joinpath("limits.lua").read_text()
 CONNECT_S = 1.0
 
 T = TypeVar("T")
+# Each operation's replies, or why there are none.
+Done = Callable[[list[list[int]] | BaseException], None]
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[int]).decode
 
 _FORMS = (
     "redis://HOST:PORT/DB, rediss://… (TLS), unix:///PATH, "
@@ -46,12 +52,12 @@ class RedisUrlError(ValueError):
 
 @dataclass(slots=True)
 class Operation:
-    """One entry of `limits.lua`'s list, in its words; who waits for it; whose lease and rules it is about."""
+    """An entry of `limits.lua`'s list, in its words; who waits for it; what leases and rules it is about."""
 
     keys: list[str]
-    text: str
+    words: list[Any]
     replies: int
-    lease: str = ""
+    leases: list[str] = field(default_factory=list)
     rules: Sequence[Rule] = ()
     answer: asyncio.Future[list[int]] | None = None
 
@@ -74,27 +80,60 @@ class RedisLink:
         self._client, self.is_cluster, self.address = _client(url)
         self._connection: Any = None if self.is_cluster else self._client.connection_pool.make_connection()
         self._wire: Wire | None = None
+        self._slow: asyncio.Task[None] | None = None  # what can't be written at once
+
+    def send(self, operations: Sequence[Operation], within: float, done: Done) -> None:
+        """`done` is called once, perhaps before this returns; with TimeoutError after so many seconds. One
+        list at a time. In a cluster each tag's operations are one call; their order is kept."""
+        wire, ends_at = self._wire, asyncio.get_running_loop().time() + within
+        if self.is_cluster:
+            self._slow = asyncio.create_task(_tell(self._run_by_tag(operations), within, done))
+        elif wire is not None and not wire.closed:
+            self._write(wire, operations, ends_at, done)
+        else:
+
+            def connected(outcome: Wire | BaseException) -> None:
+                if isinstance(outcome, BaseException):
+                    done(outcome)
+                else:
+                    self._wire = outcome
+                    self._write(outcome, operations, ends_at, done)
+
+            self._slow = asyncio.create_task(_tell(self._connect(), within, connected))
 
     async def run(self, operations: Sequence[Operation], within: float) -> list[list[int]]:
-        """Each operation's replies; TimeoutError after so many seconds. In a cluster each tag's operations
-        are one call; their order is kept."""
-        if self._connection is None:
-            return await _limited(self._run_by_tag(operations), within)
-        ends_at = asyncio.get_running_loop().time() + within
-        wire = self._wire
-        if wire is None or wire.closed:
-            wire = self._wire = await _limited(self._connect(), within)
+        """`send`, for one who waits."""
+        answer: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
+
+        def done(outcome: list[list[int]] | BaseException) -> None:
+            if answer.done():
+                return
+            if isinstance(outcome, BaseException):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+
+        self.send(operations, within, done)
+        return await answer
+
+    def _write(self, wire: Wire, operations: Sequence[Operation], ends_at: float, done: Done) -> None:
         words = _words(operations)
-        try:
-            answer = await wire.ask(packed([b"EVALSHA", self._sha, *words]), ends_at)
-        except NoScriptError:
-            answer = await wire.ask(packed([b"EVAL", self._script, *words]), ends_at)
-        return _replies(operations, answer)
+
+        def answered(answer: bytes | Exception) -> None:
+            if isinstance(answer, NoScriptError):
+                wire.ask(packed([b"EVAL", self._script, *words]), ends_at, read)
+            else:
+                read(answer)
+
+        def read(answer: bytes | Exception) -> None:
+            done(answer if isinstance(answer, Exception) else _replies(operations, answer))
+
+        wire.ask(packed([b"EVALSHA", self._sha, *words]), ends_at, answered)
 
     async def probe(self, key: str, within: float) -> None:
         """Raises unless this key's server runs the script and takes writes, over the way that operations
         go: another connection may be let in where theirs isn't, or have been before."""
-        await self.run([Operation([key], "hold 1000000 1 probe", 1)], within)
+        await self.run([Operation([key], ["hold", key, 1_000_000, 1, "probe"], 1)], within)
 
     def hang_up(self) -> None:
         """The next list goes over a new connection."""
@@ -106,6 +145,8 @@ class RedisLink:
         return await self._client.execute_command(*words)
 
     async def aclose(self) -> None:
+        if self._slow is not None:
+            self._slow.cancel()
         if self._connection is not None:
             await self._connection.disconnect()
         await self._client.aclose()
@@ -132,25 +173,32 @@ class RedisLink:
             answer = await self._client.execute_command("EVALSHA", self._sha, *words)
         except NoScriptError:
             answer = await self._client.execute_command("EVAL", self._script, *words)
-        return _replies(operations, answer)
+        replies = _replies(operations, answer)
+        if isinstance(replies, Exception):
+            raise replies
+        return replies
 
 
 def _words(operations: Sequence[Operation]) -> list[bytes]:
     """What follows the script: the number of keys, the keys, the list."""
-    keys = [key.encode() for operation in operations for key in operation.keys]
-    return [b"%d" % len(keys), *keys, " ".join([operation.text for operation in operations]).encode()]
+    keys = dict.fromkeys([key for operation in operations for key in operation.keys])
+    words: list[str | int] = []
+    for operation in operations:
+        words += operation.words
+    return [b"%d" % len(keys), *[key.encode() for key in keys], _encode(words)]
 
 
-def _replies(operations: Sequence[Operation], answer: bytes) -> list[list[int]]:
+def _replies(operations: Sequence[Operation], answer: bytes) -> list[list[int]] | InvalidResponse:
     """The script's answer, by operation."""
-    numbers = list(map(int, answer.split()))
+    try:
+        numbers = _decode(answer)
+    except msgspec.MsgspecError:
+        return InvalidResponse("no list of numbers")
     replies, start = [], 0
     for operation in operations:
         replies.append(numbers[start : start + operation.replies])
         start += operation.replies
-    if start != len(numbers):
-        raise InvalidResponse("an answer to something else")
-    return replies
+    return replies if start == len(numbers) else InvalidResponse("an answer to something else")
 
 
 async def _limited(call: Coroutine[Any, Any, T], within: float) -> T:
@@ -163,6 +211,21 @@ async def _limited(call: Coroutine[Any, Any, T], within: float) -> T:
         raise TimeoutError
     finally:
         task.cancel()
+
+
+async def _tell(
+    call: Coroutine[Any, Any, T], within: float, done: Callable[[T | BaseException], None]
+) -> None:
+    """`done` gets what it returns or raises."""
+    outcome: T | BaseException
+    try:
+        outcome = await _limited(call, within)
+    except BaseException as error:
+        done(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        done(outcome)
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ a timer and a parser of all that Redis may say, where one kind of answer comes h
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
@@ -18,6 +19,8 @@ LONGEST_ANSWER = 1 << 20  # bytes
 LAST_LOOK_S = 0.001
 _END = b"\r\n"
 
+Done = Callable[[bytes | Exception], None]
+
 
 class Wire(asyncio.Protocol):
     """`closed`: nothing can be asked any more."""
@@ -27,51 +30,50 @@ class Wire(asyncio.Protocol):
         self._transport = transport
         self._before = before
         self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[bytes] | None = None
+        self._done: Done | None = None
         self._part = b""  # of an answer
         self._looked = False
         self._deadline = Deadline(self._loop, self._on_late)
 
-    def ask(self, command: bytes, ends_at: float) -> asyncio.Future[bytes]:
-        """Its answer, a string. TimeoutError at loop time `ends_at`, OSError when the connection is lost,
-        ResponseError for what Redis refuses, InvalidResponse for what is no string."""
-        answer = self._loop.create_future()
-        if self.closed or self._answer is not None:
+    def ask(self, command: bytes, ends_at: float, done: Done) -> None:
+        """`done` gets its answer, a string, or what went wrong: TimeoutError at loop time `ends_at`, OSError
+        when the connection is lost, ResponseError for what Redis refuses, InvalidResponse for what is no
+        string."""
+        if self.closed or self._done is not None:
             self.close()
-            answer.set_exception(ConnectionError("closed"))
-            return answer
-        self._answer = answer
+            done(ConnectionError("closed"))
+            return
+        self._done = done
         self._looked = False
         self._deadline.set(ends_at)
         self._transport.write(command)
-        return answer
 
     def close(self) -> None:
-        """At once; who waits for an answer gets none."""
+        """At once; who waits for an answer hears of it."""
         self.closed = True
         self._transport.abort()
 
     # --- asyncio.Protocol
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:
+        if self._done is None:
             self.close()  # nothing was asked: it would pass for the answer to the next command
             return
         if self._part:
             data = self._part + data
+        self._part = b""
         try:
             answer = _read(data)
         except ResponseError as error:
             self._end(error)
         except ValueError:
-            self._end(InvalidResponse("no answer of this script's"))
             self.close()
+            self._end(InvalidResponse("no answer of this script's"))
         else:
             if answer is None:
                 self._part = data
-                return
-            self._end(answer)
-        self._part = b""
+            else:
+                self._end(answer)
 
     def eof_received(self) -> bool:
         return False
@@ -85,22 +87,18 @@ class Wire(asyncio.Protocol):
     # ---
 
     def _end(self, outcome: bytes | Exception) -> None:
-        answer, self._answer = self._answer, None
+        done, self._done = self._done, None
         self._deadline.clear()
-        if answer is None or answer.done():
-            return
-        if isinstance(outcome, bytes):
-            answer.set_result(outcome)
-        else:
-            answer.set_exception(outcome)
+        if done is not None:
+            done(outcome)
 
     def _on_late(self) -> None:
         if not self._looked:  # of a loop that was held up itself: the answer may lie in its socket
             self._looked = True
             self._deadline.set(self._loop.time() + LAST_LOOK_S)
         else:
-            self._end(TimeoutError())
             self.close()
+            self._end(TimeoutError())
 
 
 def take_over(writer: asyncio.StreamWriter) -> Wire:

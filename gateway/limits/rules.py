@@ -15,6 +15,7 @@ SECOND = 1_000_000
 MINUTE = 60 * SECOND
 # A wait that nothing can foretell: a slot is free when somebody's request ends.
 ASK_AGAIN = SECOND
+_EXACT = 2**53  # what a double holds exactly; more than any limit, so a larger number means the same
 
 
 class Scope(StrEnum):
@@ -68,10 +69,10 @@ class RateRule(NamedTuple):  # made for every request that reserves tokens: a th
     units: int
     increment: int
 
-    @property
-    def words(self) -> str:
+    def words(self, key: str) -> tuple[str | int, ...]:
         """As `limits.lua` reads it."""
-        return f"rate {self.increment} {self.rate.unit} {self.rate.tolerance}"
+        rate = self.rate
+        return "rate", key, bounded(self.increment), rate.unit, rate.tolerance
 
     def admits(self, backlog: int) -> bool:
         return backlog + self.increment <= self.rate.tolerance
@@ -105,10 +106,9 @@ class LeaseRule:
     def kind(self) -> Kind:
         return Kind.CONCURRENCY
 
-    @property
-    def words(self) -> str:
+    def words(self, key: str) -> tuple[str | int, ...]:
         """As `limits.lua` reads it."""
-        return f"lease {self.limit}"
+        return "lease", key, bounded(self.limit)
 
     def admits(self, held: int) -> bool:
         return held < self.limit
@@ -124,6 +124,11 @@ class LeaseRule:
 
 
 Rule = RateRule | LeaseRule
+
+
+def bounded(number: int) -> int:
+    """As large as `limits.lua` can take it: clients and workers may name any number."""
+    return max(-_EXACT, min(number, _EXACT))
 
 
 def present_backlog(backlog: int, unit: int, tolerance: int, rate: Rate) -> int:

@@ -20,7 +20,7 @@ from gateway.limits.bounds import Bounds
 from gateway.limits.overrides import Entry, OverridesFile, OverridesUnusable
 from gateway.limits.redis_channel import RedisChannel
 from gateway.limits.redis_limiter import RedisLimiter
-from gateway.limits.redis_link import SCRIPT, Operation, RedisLink
+from gateway.limits.redis_link import SCRIPT, Done, Operation, RedisLink
 from gateway.limits.redis_overrides import RedisOverrides
 from tests.gateway.redis_server import RedisServer, running
 from tests.gateway.rig import until
@@ -61,11 +61,10 @@ class _Link(RedisLink):
         self.failing = {1, 2}
         self.ran = 0
 
-    async def run(self, operations: Sequence[Operation], within: float) -> list[list[int]]:
+    def send(self, operations: Sequence[Operation], within: float, done: Done) -> None:
         self.ran += 1
-        if self.ran in self.failing:
-            raise ConnectionError
-        return [[1] for _ in operations]
+        outcome = ConnectionError() if self.ran in self.failing else [[1] for _ in operations]
+        asyncio.get_running_loop().call_soon(done, outcome)
 
     async def probe(self, key: str, within: float) -> None:
         """It is well."""
@@ -86,18 +85,20 @@ class _Owner:
     async def well_again(self) -> None:
         if self.channel is not None:
             with contextlib.suppress(channels.RedisFault):
-                await self.channel.ask(Operation(["{k}"], "hold", 1))
+                await self.channel.ask(Operation(["{k}"], ["hold"], 1))
 
 
 async def test_a_fault_in_the_moment_of_recovery_is_repaired_too() -> None:
     """Else limits would be decided without Redis from then on, for ever."""
     link, owner = _Link(), _Owner()
-    channel = owner.channel = RedisChannel(link, owner, PATIENT, "{k}:probe")
+    channel = RedisChannel(link, owner, PATIENT, "{k}:probe")
+    await channel.start()
+    owner.channel = channel
     with pytest.raises(channels.RedisFault):
-        await channel.ask(Operation(["{k}"], "first", 1))
+        await channel.ask(Operation(["{k}"], ["first"], 1))
     assert channel.degraded
     await until(lambda: link.ran >= 3 and not channel.degraded)
-    assert await channel.ask(Operation(["{k}"], "last", 1)) == [1]
+    assert await channel.ask(Operation(["{k}"], ["last"], 1)) == [1]
     assert channel.faults == 2
 
 
@@ -315,7 +316,7 @@ async def test_no_answer_goes_to_another_request(server: RedisServer, tmp_path: 
     """Answers that are slow, come in pieces or are cut off, and requests that are given up in the middle of
     them: what Redis echoes must be what was asked."""
     hose = Hose(server, tmp_path / "hose.sock")
-    echo = "return string.match(ARGV[1], '^hold') and '0' or ARGV[1]"
+    echo = "return cmsgpack.unpack(ARGV[1])[1] == 'hold' and cmsgpack.pack({0}) or ARGV[1]"
     right = given_up = failed = 0
     async with hose.running() as url:
         link = RedisLink(url, echo)
@@ -324,7 +325,7 @@ async def test_no_answer_goes_to_another_request(server: RedisServer, tmp_path: 
         asked: list[tuple[int, asyncio.Future[list[int]]]] = []
         for number in range(1, 1500):
             with contextlib.suppress(channels.RedisFault):
-                asked.append((number, channel.ask(Operation(["{k}"], str(number), 1))))
+                asked.append((number, channel.ask(Operation(["{k}"], [number], 1))))
             if number % 3 == 0:
                 await asyncio.sleep(0.001 * (number % 4))
             if number % 7 == 0 and asked:
