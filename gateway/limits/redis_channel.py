@@ -42,7 +42,7 @@ class RedisChannel:
     """Sends operations one batch after another: what waits while one is under way makes up the next.
 
     `degraded` from a fault until a probe finds Redis well; meanwhile `ask` raises RedisFault, which is also
-    the answer of operations under way, and `post` does nothing. `start` comes before all else.
+    the answer of operations under way, and `post` does nothing.
     """
 
     def __init__(self, link: RedisLink, owner: Owner, budget: float, probe_key: str) -> None:
@@ -52,7 +52,6 @@ class RedisChannel:
         self._owner = owner
         self._budget = budget
         self._probe_key = probe_key
-        self._loop: asyncio.AbstractEventLoop
         self._waiting: deque[Operation] = deque()
         self._drops: dict[str, Operation] = {}  # of those that wait, by key
         self._urgent = False  # what waits is to go as soon as it can
@@ -68,7 +67,6 @@ class RedisChannel:
 
     async def start(self) -> None:
         """Connects; where that fails, goes on trying."""
-        self._loop = asyncio.get_running_loop()
         try:
             await self._check()
         except Exception as error:
@@ -80,7 +78,7 @@ class RedisChannel:
         """Sends what waits, then closes the connections; it counts as degraded from then on."""
         self._hurry()
         if self._departs or self._sent is not None:
-            self._emptied = self._loop.create_future()
+            self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._emptied,), timeout=CONNECT_S)
         if self._sent is not None:
             sent, self._sent = self._sent, None
@@ -96,7 +94,7 @@ class RedisChannel:
             raise RedisFault
         if not operation.rules:  # it may prolong leases: those that end from now on must end after it
             self._drops.clear()
-        answer = operation.answer = self._loop.create_future()
+        answer = operation.answer = asyncio.get_running_loop().create_future()
         self._waiting.append(operation)
         self._hurry()
         return answer
@@ -106,7 +104,7 @@ class RedisChannel:
         if self.reason is None:
             self._waiting.append(operation)
             if self._timer is None:
-                self._timer = self._loop.call_later(COMPANY_S, self._on_timer)
+                self._timer = asyncio.get_running_loop().call_later(COMPANY_S, self._on_timer)
 
     def drop(self, key: str, lease: str, rule: LeaseRule) -> None:
         """Posts that a lease has ended; those of one key that wait together are one operation."""
@@ -127,7 +125,7 @@ class RedisChannel:
         self._urgent = bool(self._waiting)
         if self._urgent and self._sent is None and not self._departs:
             self._departs = True
-            self._loop.call_soon(self._depart)
+            asyncio.get_running_loop().call_soon(self._depart)
 
     def _depart(self) -> None:
         self._departs = False

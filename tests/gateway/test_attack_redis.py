@@ -91,9 +91,7 @@ class _Owner:
 async def test_a_fault_in_the_moment_of_recovery_is_repaired_too() -> None:
     """Else limits would be decided without Redis from then on, for ever."""
     link, owner = _Link(), _Owner()
-    channel = RedisChannel(link, owner, PATIENT, "{k}:probe")
-    await channel.start()
-    owner.channel = channel
+    channel = owner.channel = RedisChannel(link, owner, PATIENT, "{k}:probe")
     with pytest.raises(channels.RedisFault):
         await channel.ask(Operation(["{k}"], ["first"], 1))
     assert channel.degraded

@@ -175,6 +175,22 @@ async def test_tokens_of_an_aborted_request_are_settled_for_every_gateway(
     assert answer.quotas()[0].remaining <= 600 - 500
 
 
+async def test_numbers_beyond_all_limits_are_no_fault(limiters: list[RedisLimiter]) -> None:
+    """Clients may ask for any number of tokens, and broken workers count any."""
+    charges = ann(tokens_per_minute=600)
+    refused = await limiters[0].acquire(charges, 10**40)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after is None
+    granted = await limiters[0].acquire(charges, 100)
+    assert isinstance(granted, Granted)
+    granted.settle(10**40)
+    refused = await limiters[0].acquire(charges, 1)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after is not None
+    assert refused.retry_after < 61
+    assert limiters[0].state.faults == 0
+
+
 async def test_a_client_that_leaves_while_its_limits_are_checked_consumes_nothing(
     server: RedisServer, limiters: list[RedisLimiter]
 ) -> None:

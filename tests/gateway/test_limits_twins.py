@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import Charge, Granted, Kind, Limit, MemoryLimiter, Refused
+from gateway.limits import Charge, Granted, Kind, Limit, MemoryLimiter, Refused, Unavailable
 from gateway.limits.redis_limiter import RedisLimiter
 from gateway.limits.redis_link import SCRIPT
 from tests.gateway.redis_server import running
 
 pytestmark = pytest.mark.redis
 T = TypeVar("T")
+Answer = Granted | Refused | Unavailable
 SECOND = 1_000_000
 START = 1_700_000_000 * SECOND
 # Rates whose intervals are whole microseconds, so that the model in fractions is exact.
@@ -122,6 +123,9 @@ step = st.one_of(
         st.just("acquire"), st.integers(0, 1), st.integers(0, 1), st.integers(1, 320), st.integers(0, 3)
     ),
     st.tuples(st.just("acquire"), st.just(0), st.just(0), st.integers(1, 40), st.integers(0, 3)),
+    st.tuples(
+        st.just("acquire_at_once"), st.lists(st.integers(0, 1), min_size=2, max_size=6), st.integers(1, 99)
+    ),
     st.tuples(st.just("settle"), st.integers(0, 99), st.sampled_from([0, 1, 40, 400, 3000])),
     st.tuples(st.just("release"), st.integers(0, 99)),
     st.tuples(st.just("give_back"), st.integers(0, 99)),
@@ -151,15 +155,26 @@ class History:
         await self.twins.set_clock(self.twins.now + microseconds)
 
     async def acquire(self, user: int, key: int, tokens: int, shift: int) -> None:
-        shift = shift if self.changing else 0
+        charges = self.charges(user, key, shift if self.changing else 0)
+        ours = await self.memory.acquire(charges, tokens)
+        self.compare(charges, tokens, ours, await self.twins.redis.acquire(charges, tokens))
+
+    async def acquire_at_once(self, users: list[int], tokens: int) -> None:
+        """One list of operations, also with what was posted before."""
+        charges = [self.charges(user, 0, 0) for user in users]
+        theirs = await asyncio.gather(*[self.twins.redis.acquire(one, tokens) for one in charges])
+        for one, answer in zip(charges, theirs, strict=True):
+            self.compare(one, tokens, await self.memory.acquire(one, tokens), answer)
+
+    def charges(self, user: int, key: int, shift: int) -> list[Charge]:
         limits = [LIMITS[(place + shift) % len(LIMITS)] for place in range(3)]
-        charges = [
+        return [
             Charge.of_user(f"{self.stem}u{user}", limits[0]),
             Charge.of_key(f"{self.stem}u{user}k{key}", f"{self.stem}u{user}", limits[1]),
             Charge.of_model(f"{self.stem}m", limits[2]),
         ]
-        ours = await self.memory.acquire(charges, tokens)
-        theirs = await self.twins.redis.acquire(charges, tokens)
+
+    def compare(self, charges: list[Charge], tokens: int, ours: Answer, theirs: Answer) -> None:
         assert not self.twins.redis.degraded
         if isinstance(ours, Refused):
             assert ours == theirs
