@@ -310,7 +310,7 @@ class Rope(NamedTuple):
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -329,7 +329,7 @@ def num_splits(num_seqs: int, num_kv_heads: int, context: int, block_n: int, mul
 
 
 def _slots(num_kv_heads: int, device: torch.device) -> int:
-    return max(1, PROGRAMS_PER_SM * _multiprocessors(device) // num_kv_heads)
+    return max(1, PROGRAMS_PER_SM * multiprocessors(device) // num_kv_heads)
 
 
 def _plan(batch: AttentionBatch, slots: int, block_n: int, sliding_window: int) -> Tensor:
@@ -385,7 +385,7 @@ def decode_attention_triton(
     if few:
         context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
         if splits is None:
-            splits = num_splits(num_seqs, kv_heads, context, block_n, _multiprocessors(device))
+            splits = num_splits(num_seqs, kv_heads, context, block_n, multiprocessors(device))
         count, grid = num_seqs * splits, (kv_heads, num_seqs, splits)
     else:
         splits = 1

@@ -5,6 +5,10 @@
 FlashAttention-2's loop (Dao 2023, arXiv:2307.08691) over keys gathered through the block table. A program
 owns BLOCK_M query rows of one head; blocks that no row may see are skipped, and only those on the edge of
 what is visible (the diagonal, and the far end of a sliding window) pay for a mask.
+
+A few rows over a long context (the next message of a conversation, a small piece of a long prompt) would
+leave most of a card idle while a few programs go through all the keys. Then several programs share a tile's
+keys, as in flash-decoding, and a second kernel joins what they found.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_decode import LOG2_E
+from kernels.attention_decode import LOG2_E, multiprocessors
 from kernels.batch import AttentionBatch
 
 
@@ -73,17 +77,20 @@ def _flash_range(
     return b_acc, b_max, b_sum
 
 
-@triton.jit(do_not_specialize=["stride_table", "first_seq"])
+@triton.jit(do_not_specialize=["stride_table", "first_seq", "part_rows"])
 def _prefill_kernel(
     p_q,
     p_k,
     p_v,
     p_out,
+    p_part,
+    p_lse,
     p_block_tables,
     p_seq_lens,
     p_query_starts,
     first_seq,
     scale_log2,
+    part_rows,
     stride_qt,
     stride_qh,
     stride_kn,
@@ -103,11 +110,13 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     # Heads vary fastest, so that a group's heads meet in the L2 cache; late rows have the most keys and go
     # first.
     i_h = tl.program_id(0)
-    i_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    i_m = (tl.num_programs(1) - 1 - tl.program_id(1)) // SPLITS
+    i_s = tl.program_id(1) % SPLITS
     i_b = (first_seq + tl.program_id(2)).to(tl.int64)
     start = tl.load(p_query_starts + i_b)
     rows = tl.load(p_query_starts + i_b + 1) - start
@@ -130,12 +139,20 @@ def _prefill_kernel(
         p_table = p_block_tables + i_b * stride_table
 
         hi = tl.minimum(first_pos + BLOCK_M, seq_len)
-        full_hi = (first_pos + 1) // BLOCK_N * BLOCK_N
+        lo = 0
         full_lo = 0
+        full_hi = (first_pos + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
             lo = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
             full_lo = (tl.maximum(hi - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             full_lo = tl.minimum(full_lo, full_hi)
+        if SPLITS > 1:
+            part = _part(hi - lo, SPLITS, BLOCK_N)
+            lo += i_s * part
+            hi = tl.minimum(lo + part, hi)
+            full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+            full_hi = tl.maximum(tl.minimum(full_hi, hi), full_lo)
+        if WINDOW > 0:
             b_acc, b_max, b_sum = _flash_range(
                 b_acc, b_max, b_sum, b_q, p_k_head, p_v_head, p_table, o_pos, m_d, lo, full_lo, scale_log2,
                 stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, WINDOW, PRECISION, BLOCK_N, True,
@@ -149,11 +166,45 @@ def _prefill_kernel(
             stride_kn, stride_kp, stride_vn, stride_vp, PAGE_SIZE, WINDOW, PRECISION, BLOCK_N, True,
         )  # fmt: skip
         b_out = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
-        tl.store(
-            p_out + o_row[:, None] * stride_ot + i_h * stride_oh + o_d[None, :],
-            b_out.to(p_out.dtype.element_ty),
-            mask=m_md,
-        )
+        if SPLITS == 1:
+            p_o = p_out + o_row[:, None] * stride_ot + i_h * stride_oh + o_d[None, :]
+            tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
+        else:
+            # Of a part without keys too: what it weighs must be known, and its rows aren't read.
+            b_part = (i_s * part_rows + o_row) * tl.num_programs(0) + i_h
+            b_lse = b_max + tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0))
+            tl.store(p_lse + b_part, b_lse, mask=o_m < rows)
+            if hi > lo:
+                tl.store(p_part + b_part[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_md)
+
+
+@triton.jit
+def _part(keys, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many of a tile's keys each program takes: whole blocks, and not so few that joining costs more."""
+    blocks = (keys + BLOCK_N - 1) // BLOCK_N
+    return tl.maximum((blocks + SPLITS - 1) // SPLITS, 8) * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["first_seq", "last_seq", "part_rows"])
+def _join_kernel(
+    p_part, p_lse, p_out, p_query_starts, first_seq, last_seq, part_rows, stride_ot, stride_oh,
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A row of a head: its parts, each weighted by the sum of its exponentials."""
+    i_h = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    if (i_row >= tl.load(p_query_starts + first_seq)) & (i_row < tl.load(p_query_starts + last_seq)):
+        o_s = tl.arange(0, BLOCK_S)
+        o_d = tl.arange(0, BLOCK_D)
+        b_part = (o_s * part_rows + i_row) * tl.num_programs(0) + i_h
+        b_lse = tl.load(p_lse + b_part, mask=o_s < SPLITS, other=float("-inf"))
+        m_s = b_lse > float("-inf")
+        m_sd = m_s[:, None] & (o_d < HEAD_DIM)[None, :]
+        b_x = tl.load(p_part + b_part[:, None] * HEAD_DIM + o_d[None, :], mask=m_sd, other=0.0)
+        b_weight = tl.where(m_s, tl.exp2(b_lse - tl.max(b_lse, axis=0)), 0.0)
+        b_out = tl.sum(b_x * b_weight[:, None], axis=0) / tl.sum(b_weight, axis=0)
+        p_o = p_out + i_row * stride_ot + i_h * stride_oh + o_d
+        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
 
 
 def _blocks(dim: int, exact: bool, rows: int) -> tuple[int, int, int, int]:
@@ -173,6 +224,17 @@ def _blocks(dim: int, exact: bool, rows: int) -> tuple[int, int, int, int]:
     return block_m, block_n, warps, stages
 
 
+MOST_SPLITS = 16
+TILES_PER_SM = 2  # that fit at a time
+
+
+def _splits(rows: int, block_m: int, q_heads: int, max_seq_len: int, device: torch.device) -> int:
+    """How many programs share a tile's keys: as many as the card has room for, whatever rows are prompts'."""
+    tiles: int = q_heads * triton.cdiv(rows, block_m)
+    room = TILES_PER_SM * multiprocessors(device) // tiles
+    return max(1, min(MOST_SPLITS, room, max_seq_len // 1024))
+
+
 def prefill_attention_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -181,26 +243,37 @@ def prefill_attention_triton(
     scale: float,
     sliding_window: int,
     out: Tensor,
+    splits: int | None = None,
 ) -> None:
     """Attention of the sequences behind the batch's decodes: rows of q [T, Hq, D] -> the same rows of out.
 
-    Arguments as in `decode_attention_triton`. Rows that belong to no sequence are left alone.
+    Arguments as in `decode_attention_triton`. Rows that belong to no sequence are left alone. `splits`: so
+    many programs share a tile's keys; None: what suits the card.
     """
     sequences = batch.seq_lens.shape[0] - batch.num_decodes
-    _, q_heads, dim = q.shape
+    tokens, q_heads, dim = q.shape
     kv_heads, page_size = k_cache.shape[1:3]
     exact = q.dtype == torch.float32
     block_m, block_n, warps, stages = _blocks(dim, exact, batch.max_query_len)
-    _prefill_kernel[(q_heads, triton.cdiv(batch.max_query_len, block_m), sequences)](
+    if splits is None:
+        splits = _splits(tokens, block_m, q_heads, batch.max_seq_len, q.device)
+    parts, lse = out, out  # not touched
+    if splits > 1:
+        parts = torch.empty((splits, tokens, q_heads, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, tokens, q_heads), dtype=torch.float32, device=q.device)
+    _prefill_kernel[(q_heads, triton.cdiv(batch.max_query_len, block_m) * splits, sequences)](
         q,
         k_cache,
         v_cache,
         out,
+        parts,
+        lse,
         batch.block_tables,
         batch.seq_lens,
         batch.query_starts,
         batch.num_decodes,
         scale * LOG2_E,
+        tokens,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -214,6 +287,13 @@ def prefill_attention_triton(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(dim),
+        SPLITS=splits,
         num_warps=warps,
         num_stages=stages,
     )
+    if splits > 1:
+        _join_kernel[(q_heads, tokens)](
+            parts, lse, out, batch.query_starts, batch.num_decodes, batch.seq_lens.shape[0], tokens,
+            *out.stride()[:2], HEAD_DIM=dim, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_D=triton.next_power_of_2(dim), num_warps=1,
+        )  # fmt: skip

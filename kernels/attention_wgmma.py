@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.attention_decode import LOG2_E, _multiprocessors
+from kernels.attention_decode import LOG2_E, multiprocessors
 from kernels.batch import AttentionBatch
 
 ROWS = 64  # of a group of warps
@@ -332,7 +332,7 @@ def wgmma_attention(
     d_q = _tiles(q, [tokens, q_heads * dim], [q.stride(0), 1], ROWS, dim)
     d_k, d_v = (_tiles(x, list(x.shape), list(x.stride()), BLOCK_N, dim) for x in (keys, values))
     row_blocks = triton.cdiv(batch.max_query_len, BLOCK_M)
-    programs = min(q_heads * row_blocks * sequences, _multiprocessors(q.device))
+    programs = min(q_heads * row_blocks * sequences, multiprocessors(q.device))
     _attention_kernel[(programs,)](
         d_q, d_k, d_v, out, batch.seq_lens, batch.query_starts, batch.num_decodes, q_heads, sequences,
         row_blocks, padded, scale * LOG2_E, *out.stride()[:2],

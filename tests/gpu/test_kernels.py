@@ -111,6 +111,14 @@ def test_prefill_chunk_at_the_end_of_32k_tokens() -> None:
 
 
 @every_dtype
+@pytest.mark.parametrize("window", [0, 5000])
+def test_small_chunks_of_long_contexts(dtype: torch.dtype, window: int) -> None:
+    """Several programs share the keys of a tile."""
+    lengths, queries = [700, 3, 30_000, 500, 9_001, 2_000], [1, 1, 40, 7, 33, 2]
+    check_attention(case_of("qwen2-7b", lengths, queries, dtype), window)
+
+
+@every_dtype
 @every_model
 def test_decodes_and_prefills_together(model: str, dtype: torch.dtype) -> None:
     check_attention(case_of(model, [900, 33, 1, 400, 129], [1, 1, 1, 100, 129], dtype))

@@ -33,19 +33,15 @@ def test_a_bound_changes_pieces_and_no_tokens(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 8192}))
     rng = random.Random(3)
-    lengths = [20] * 8 + [6000, 30, 5000, 40]
+    lengths = [20] * 8 + [7000, 30, 6000, 40]
     prompts = [[rng.randrange(1, 2000) for _ in range(length)] for length in lengths]
     found: dict[str, Any] = {}
-    for bound, options in {
-        "none": {"tpot_target_ms": 0},
-        "tight": {"tpot_target_ms": 0.1},
-        "own": {},
-    }.items():
+    for bound, options in BOUNDS.items():
         with LLM(
             f"random:{path}",
             device="cuda",
             kv_cache_memory_bytes="128MiB",
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=8192,
             enable_prefix_caching=False,
             **options,
         ) as llm:

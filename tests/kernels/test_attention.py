@@ -100,6 +100,21 @@ def test_only_prefills(attention: Attention) -> None:
     check(attention, paged_case([33, 9], [33, 3], q_heads=2, kv_heads=2, head_dim=64, page_size=16))
 
 
+@pytest.mark.parametrize("window", [0, 1, 300, 900])
+@pytest.mark.parametrize("splits", [2, 5])
+def test_programs_that_share_a_chunk_s_keys(
+    interpreted: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, splits: int, window: int
+) -> None:
+    """Of contexts of any length: with keys for all programs, for some, and for the first alone."""
+    lengths, queries = [5, 1, 1450, 600, 3, 40], [1, 1, 34, 9, 3, 2]
+    case = paged_case(lengths, queries, q_heads=4, kv_heads=2, head_dim=16, page_size=16)
+    prefill = interpreted.attention_prefill.prefill_attention_triton
+    monkeypatch.setattr(
+        interpreted.attention, "prefill_attention_triton", lambda *args: prefill(*args, splits=splits)
+    )
+    check(interpreted.attention.paged_attention_triton, case, window)
+
+
 def test_query_is_a_view_of_a_fused_matrix(attention: Attention) -> None:
     case = paged_case(*MIXED, q_heads=2, kv_heads=1, head_dim=64, page_size=16)
     fused = torch.randn(len(case.q), 4, 64)

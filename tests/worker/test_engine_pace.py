@@ -24,17 +24,20 @@ def step(decodes: int, *pieces: tuple[int, int]) -> Step:
 
 
 class Machine:
-    """Steps take `decode` seconds, and more for prompts; `noise`: a share by which they differ."""
+    """Steps take `decode` seconds, and more for prompts, whose attention is computed `tile` tokens at a time;
+    `noise`: a share by which they differ."""
 
-    def __init__(self, decode: float, token: float, read: float, flat: int = 0, noise: float = 0.0):
-        self.decode, self.token, self.read, self.flat = decode, token, read, flat
+    def __init__(
+        self, decode: float, token: float, read: float, flat: int = 0, noise: float = 0.0, tile: int = 1
+    ):
+        self.decode, self.token, self.read, self.flat, self.tile = decode, token, read, flat, tile
         self.noise = noise
         self.random = random.Random(0)
 
     def time(self, step: Step) -> float:
         pieces = [(r.start, r.count) for r in step.rows if not r.decode]
         tokens = max(0, sum(count for _, count in pieces) - self.flat)  # a few are free on a GPU
-        reads = sum(count * (start + count / 2) for start, count in pieces)
+        reads = sum(math.ceil(count / self.tile) * self.tile * (start + count / 2) for start, count in pieces)
         seconds = self.decode + tokens * self.token + reads * self.read
         return seconds * (1 + self.random.uniform(-self.noise, self.noise))
 
@@ -73,6 +76,17 @@ def test_a_long_prompt_keeps_steps_in_proportion(kind: dict[str, float], noise: 
     assert max(times) <= 3.0 * machine.decode * (1 + noise)
     settled = times[10:]
     assert sum(settled) / len(settled) >= 0.7 * (1 + STRETCH) * machine.decode, "slower than it need be"
+
+
+@pytest.mark.parametrize("target", [0.0, 4.5e-3, 10e-3])
+def test_pieces_never_become_so_small_that_most_of_their_time_is_for_nothing(target: float):
+    """At the end of a long prompt a tile takes longer than the target leaves: a piece of one token would be
+    no faster, and the next one would look as expensive."""
+    machine = Machine(decode=4e-3, token=12e-6, read=1.3e-9, tile=64)
+    pace = warmed(Pace(target, 1e-5, least=64), machine)
+    times = prefill(pace, machine, 30_000, budget=8192)
+    assert len(times) <= math.ceil(30_000 / 64)
+    assert max(times) <= max(1.2 * target, 2 * machine.decode)
 
 
 @pytest.mark.parametrize("target", [0.05, 0.1, 0.4])

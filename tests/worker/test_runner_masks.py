@@ -35,9 +35,10 @@ def request(row: int, outputs: tuple[int, ...] = (), unread: int = 0, **params: 
 
 
 def masked(rows: list[Request], last_tokens: torch.Tensor | None = None) -> list[set[int]]:
-    """Which tokens are out of the question for each request."""
+    """Which tokens are out of the question for each request. Rows of the logits lie apart, as they do where
+    the output layer's rows are padded."""
     sampler = Sampler(V, V, CPU, last_tokens)
-    logits = torch.zeros(len(rows), V)
+    logits = torch.zeros(len(rows), V + 4)[:, :V]
     sampler.begin(rows)
     sampler.sample(logits, rows)
     assert torch.equal(logits.isinf(), logits == -torch.inf)

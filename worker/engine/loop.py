@@ -40,6 +40,7 @@ OnProgress = Callable[[Progress], None]
 # page's worth of tokens.
 COMPILING_WAIT = 0.005  # seconds, while there is nothing else to do
 WORTH_WAITING = {"cuda": 256, "cpu": 16}
+LEAST_PIECE = {"cuda": 64, "cpu": 1}  # Pace.least: rows of a tile of prefill attention
 NOT_FINITE_ERROR = "the model produced values that are not finite numbers"
 _FAILURES = {
     NOT_FINITE: NOT_FINITE_ERROR,
@@ -122,7 +123,8 @@ class Engine:
             config.chunked_prefill,
             worth_waiting=WORTH_WAITING[config.device.type],
         )
-        pace = Pace(config.tpot_target, read_share(config.source.config))
+        least = LEAST_PIECE[config.device.type]
+        pace = Pace(config.tpot_target, read_share(config.source.config), least)
         return cls(config, runner, Scheduler(limits, pool, pace), info, grammars)
 
     @property

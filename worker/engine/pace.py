@@ -39,10 +39,14 @@ class Pace:
     Args:
         target: seconds that a step should take while sequences decode; None: by STRETCH; inf: no bound.
         expected: `read` / `token` as far as the shape says (`read_share`).
+        least: the first prompt of a step gets so many tokens in any case. Fewer take no less time where a
+            kernel computes that many rows at once, and pieces smaller than that would look ever more
+            expensive a token.
     """
 
-    def __init__(self, target: float | None = math.inf, expected: float = 0.0) -> None:
+    def __init__(self, target: float | None = math.inf, expected: float = 0.0, least: int = 1) -> None:
         self.target = target
+        self.least = least
         self.decode = 0.0  # seconds; 0: not known yet
         self.token = 0.0
         self.read = 0.0
@@ -148,10 +152,11 @@ class Share:
 
     def take(self, start: int, wanted: int) -> int:
         """Tokens for a prompt that has come to `start` and wants so many more; 0: none in this step. The
-        first to ask gets one in any case."""
+        first to ask gets `Pace.least` in any case."""
         count = min(wanted, max(0, self.tokens))
         if self.seconds < math.inf and count:
-            count = self._pace.tokens_in(max(0.0, self.seconds), start, count) or int(self._first)
+            least = min(self._pace.least, count) if self._first else 0
+            count = max(least, self._pace.tokens_in(max(0.0, self.seconds), start, count))
             self.seconds -= self._pace.seconds(start, count)
         self._first = False
         self.tokens -= count

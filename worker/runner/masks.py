@@ -82,29 +82,29 @@ class Masks:
         bits = to_device(torch.from_numpy(form.bits.view(np.int32)), self._device)
         mask_tokens(logits, bits, to_device(torch.tensor(form.places), self._device))
 
-    def _cells(self, place: int, request: Request) -> Iterator[tuple[int, int, int]]:
-        """(cell of the logits, row, token) of single masks: the cell is masked if `token`, or _ANY, was
-        sampled last for the row."""
-        first = place * self._vocab_size
+    def _cells(self, place: int, request: Request) -> Iterator[tuple[int, int, int, int]]:
+        """(place, column, row, token) of single masks: that cell of the logits is masked if `token`, or _ANY,
+        was sampled last for the row."""
         if request.position < request.params.min_tokens:
             # A form knows best when the answer may end.
             held = request.constraint.ends if request.constraint is not None else ()
             for token in request.stop_tokens:
                 if token < self._vocab_size and token not in held:
-                    yield first + token, request.row, _ANY
+                    yield place, token, request.row, _ANY
         if request.params.bad_words_token_ids and request.position:
             likely = self._words[request.row][request.unread]  # the loop's steps overlap by one
             for word in (*likely.get(_ANY, ()), *likely.get(request.tokens[-1], ())):
                 if _about_to_end(word, request):
-                    yield first + word[-1], request.row, word[-2] if request.unread else _ANY
+                    yield place, word[-1], request.row, word[-2] if request.unread else _ANY
 
-    def _mask_cells(self, logits: Tensor, cells: Sequence[tuple[int, int, int]]) -> None:
-        cell, row, token = to_device(torch.tensor(cells), self._device).unbind(1)
+    def _mask_cells(self, logits: Tensor, cells: Sequence[tuple[int, int, int, int]]) -> None:
+        place, column, row, token = to_device(torch.tensor(cells), self._device).unbind(1)
         hit = token == _ANY
         if self._last_tokens is not None:
             hit |= token == self._last_tokens[row]
         addends = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
-        logits.view(-1).scatter_add_(0, cell, addends)
+        # Added: a cell can be there twice. By place and column: between rows there may be columns to spare.
+        logits.index_put_((place, column), addends, accumulate=True)
 
 
 def _words(words: Sequence[tuple[int, ...]], unread: int) -> _Words:
