@@ -42,6 +42,11 @@ def make_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=10_000)
 
 
+def can_be_live(console: Console) -> bool:
+    """Whether what is shown can be replaced by what comes after it; a dumb terminal takes lines alone."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 class Display:
     """Shows statuses as they come; call it with each. `url` is asked when the fleet is up."""
 
@@ -56,7 +61,7 @@ class Display:
         self._announced = False
         self._console = make_console()
         self._live: Live | None = None
-        if self._console.is_terminal and not as_json:
+        if can_be_live(self._console) and not as_json:
             self._live = Live(
                 console=self._console, auto_refresh=False
             )  # no thread beside the one that forks

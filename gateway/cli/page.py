@@ -22,7 +22,8 @@ NONE = "-"
 _COLUMNS = (("STATE", 8), ("WEIGHT", 6), ("BUSY", 5), ("QPS", 5), ("TTFT95", 6), ("ERR", 4), ("KV", 4))
 _TAIL = (("MEM", 5), ("UP", 4), ("RST", 3))
 _GPU = (("GPU", 5),)
-_LONGEST_NAME = 60
+_SPARED = ("RST", "UP", "GPU", "MEM", "KV", "ERR", "TTFT95", "QPS", "BUSY", "WEIGHT")  # in this order
+_SHORTEST_NAME, _LONGEST_NAME = 12, 60
 
 
 def page(
@@ -52,12 +53,16 @@ def page(
 
 def _table(rows: Sequence[Row], width: int) -> Table:
     cards = any(row.gpu_memory is not None for row in rows)
-    columns = (*_COLUMNS, *(_GPU if cards else ()), *_TAIL)
-    room = width - sum(size + 1 for _, size in columns)
-    name = max(12, min(room, _LONGEST_NAME, max((len(row.target) + 2 for row in rows), default=0)))
+    columns = dict((*_COLUMNS, *(_GPU if cards else ()), *_TAIL))
+    for title in _SPARED:  # whole numbers or none
+        if width - sum(size + 1 for size in columns.values()) < _SHORTEST_NAME:
+            columns.pop(title, None)
+    room = width - sum(size + 1 for size in columns.values())
+    longest = max((len(row.target) + 2 for row in rows), default=0)
+    name = max(_SHORTEST_NAME, min(room, _LONGEST_NAME, longest))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("PROCESS", width=name, no_wrap=True)
-    for title, size in columns:
+    for title, size in columns.items():
         table.add_column(
             title,
             width=size,
@@ -72,7 +77,7 @@ def _cells(row: Row, table: Table) -> Iterator[Text]:
     """One process: a gateway has connections where a worker has requests."""
     name = row.target if row.role == "gateway" else f"  {row.target}"
     known = {
-        "PROCESS": Text(name),
+        "PROCESS": Text(_shortened(name, table.columns[0].width or _LONGEST_NAME)),
         "STATE": Text(row.state, style=STYLES[row.state]),
         "BUSY": Text(number(row.in_flight if row.role == "worker" else row.connections)),
         "QPS": Text(number(row.qps)),
@@ -88,6 +93,14 @@ def _cells(row: Row, table: Table) -> Iterator[Text]:
     if row.role == "gateway":
         known |= dict.fromkeys(("WEIGHT", "TTFT95", "ERR", "KV", "GPU"), Text(""))
     return (known[str(column.header)] for column in table.columns)
+
+
+def _shortened(name: str, width: int) -> str:
+    """Without its middle: slots of a model differ at their ends."""
+    if len(name) <= width:
+        return name
+    end = width // 2
+    return f"{name[: width - end - 1]}…{name[-end:]}"
 
 
 def _model_cells(model: str, rows: Sequence[Row], look: Look, table: Table) -> Iterator[Text]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from contracts.units import format_duration
 from gateway.cli.change_display import News, summary
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
-from gateway.cli.display import STYLES, describe, make_console
+from gateway.cli.display import STYLES, can_be_live, describe, make_console
 from gateway.cli.swap_display import describe_version, log_line
 from gateway.cli.top import watch_live
 from gateway.config import FleetFile
@@ -55,7 +55,7 @@ def _watch(state: StateDir, current: FleetStatus | None, as_json: bool) -> None:
             time.sleep(1)
             current = ask_supervisor(state, "GET", "/status")
         return
-    if current is not None and make_console().is_terminal:
+    if current is not None and can_be_live(make_console()):
         watch_live(state, current, 1.0, screen=False)
         return
     said: dict[str, tuple[str, str, int | None]] = {}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from contracts.units import format_duration
 from gateway.cli.common import print_json
-from gateway.cli.display import make_console
+from gateway.cli.display import can_be_live, make_console
 from gateway.cli.swap_client import Swaps, Unreachable
 from gateway.fleet.driver.asked import changes_between
 from gateway.fleet.driver.routes import RolloutStatus
@@ -26,7 +26,7 @@ POLL = 10.0  # seconds that one question to the supervisor waits for news
 BACK_WITHIN = 60.0  # seconds that a supervisor may be away, where it is started again
 _STYLES: dict[Finding, str] = {"pass": "green", "hold": "yellow", "fail": "bold red"}
 _ENDS = {"completed": "green", "rolled_back": "bold red", "aborted": "yellow", "failed": "bold red"}
-_LAST_LINES = 4
+LAST_LINES = 4
 _NAMES = {"error_rate": "errors", "ttft": "first token", "tpot": "per token", "crashes": "crashes"}
 
 
@@ -38,7 +38,7 @@ class Watch:
         self._console = make_console()
         self._said: Entry | None = None  # the last line of its log that was shown
         self._live: Live | None = None
-        if self._console.is_terminal and not as_json:
+        if can_be_live(self._console) and not as_json:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
 
@@ -98,8 +98,8 @@ def _after(last: Entry | None, log: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return log[log.index(last) + 1 :] if last in log else log
 
 
-def page(rollout: Rollout) -> RenderableType:
-    """A rollout: its steps, what it waits for, the judge's numbers, the last lines of its log."""
+def page(rollout: Rollout, lines: int = LAST_LINES) -> RenderableType:
+    """A rollout: its steps, what it waits for, the judge's numbers, the last `lines` of its log."""
     old, new = describe_version(rollout.old), describe_version(rollout.new, rollout.old)
     head = Text(f"{rollout.model}: {old} → {new}")
     parts: list[RenderableType] = [head, _bar(rollout), Text(_state(rollout), style=_style(rollout))]
@@ -109,7 +109,8 @@ def page(rollout: Rollout) -> RenderableType:
         judged.append(verdict.outcome, style=_STYLES[verdict.outcome])
         judged.append(f", {verdict.reason}")
         parts += [judged, _measures(verdict.measures)]
-    parts += [Text(log_line(rollout, entry), style="dim") for entry in rollout.log[-_LAST_LINES:]]
+    last = rollout.log[-lines:] if lines else ()
+    parts += [Text(log_line(rollout, entry), style="dim") for entry in last]
     return Group(*parts)
 
 

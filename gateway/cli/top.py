@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import click
 import msgspec
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
-from gateway.cli.display import make_console
+from gateway.cli.display import can_be_live, make_console
 from gateway.cli.page import line, page, rollout_line
+from gateway.cli.swap_display import LAST_LINES
 from gateway.cli.swap_display import page as rollout_page
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.figures import Look, Observatory, Row, rows
@@ -64,7 +65,7 @@ def top(state: StateDir, interval: float, as_json: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             asyncio.run(_print_document(state, current, interval))
-        elif make_console().is_terminal:
+        elif can_be_live(make_console()):
             watch_live(state, current, interval, screen=True)
         else:
             asyncio.run(_print_lines(state, current, interval))
@@ -76,17 +77,26 @@ def watch_live(state: StateDir, current: FleetStatus, interval: float, *, screen
     async def watch() -> None:
         with Live(console=console, auto_refresh=False, screen=screen) as live:
             async for view in views(state, current, interval):
-                live.update(_render(view, console.width), refresh=True)
+                live.update(fitted(view, console), refresh=True)
 
     console = make_console()
     asyncio.run(watch())
     click.echo("the fleet is down")
 
 
-def _render(view: View, width: int) -> RenderableType:
+def fitted(view: View, console: Console) -> RenderableType:
+    """The page; on a low terminal the rollouts' logs make room for what is above and below them."""
+    for lines in range(LAST_LINES, 0, -1):
+        shown = _render(view, console.width, lines)
+        if len(console.render_lines(shown)) <= console.height:
+            return shown
+    return _render(view, console.width, 0)
+
+
+def _render(view: View, width: int, lines: int) -> RenderableType:
     rollouts: list[RenderableType] = []
     for rollout in view.rollouts:
-        rollouts += [Text(), rollout_page(rollout)]
+        rollouts += [Text(), rollout_page(rollout, lines)]
     return page(
         view.status, view.rows, view.look, width=width, window=view.window, rollouts=[*rollouts, Text()]
     )

@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import datetime
 import json
-import os
-import signal
-import socket
 import ssl
 import sys
 from collections import Counter
@@ -17,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -33,9 +29,9 @@ from gateway.fleet.errors import InvalidFleet
 from gateway.fleet.nginx import NginxError, NginxOptions, check_with_nginx, render, warnings
 from gateway.fleet.nginx_values import word
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
+from tests.gateway.nginx_server import Nginx, free_port, standalone
 from tests.gateway.rig import CHAT, Rig, one_worker, target, until
 
-USER = "root" if os.geteuid() == 0 else None
 SECRET = "marmalade-7319"
 
 
@@ -54,56 +50,6 @@ def fleet_file(folder: Path, *names: str, **gateway: Any) -> Path:
 
 def fleet_of(folder: Path, *names: str, **gateway: Any) -> FleetFile:
     return load_fleet(fleet_file(folder, *names, **gateway))
-
-
-def standalone(**options: Any) -> NginxOptions:
-    logs = {"access_log": "access.log", "error_log": "error.log"}
-    return NginxOptions(standalone=True, user=USER, **logs, **options)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-class Nginx:
-    """A real one in `folder`, that runs what `write` gave it last."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = folder / "nginx.conf"
-        self.port = free_port()
-        self.listen = (f"127.0.0.1:{self.port}",)
-
-    def write(self, text: str) -> None:
-        self.config.write_text(text)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Nginx]:
-        argv = ["nginx", "-p", str(self.folder), "-c", str(self.config), "-g", "daemon off;"]
-        self.process = await asyncio.create_subprocess_exec(*argv)
-        try:
-            await until(self.accepts)
-            yield self
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it did not start
-                self.process.send_signal(signal.SIGTERM)
-            await self.process.wait()
-
-    def accepts(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def pids(self) -> set[int]:
-        return {child.pid for child in psutil.Process(self.process.pid).children()}
-
-    async def reload(self) -> None:
-        before = self.pids()
-        self.process.send_signal(signal.SIGHUP)
-        await until(lambda: not self.pids() & before)
-
-    def log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "access.log").read_text().splitlines()]
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -25,8 +26,11 @@ from rich.console import Console
 from gateway.board import Board
 from gateway.cli import main as pagefleet
 from gateway.cli.page import age, line, number, page, percent, seconds, size
+from gateway.cli.top import View, fitted
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.figures import Look, Observatory, Row, parse_page, quantile, rows
+from gateway.fleet.rollout import Options, Rollout, Version
+from gateway.fleet.rollout.model import Entry
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.unit import UnitStatus
@@ -189,6 +193,43 @@ def test_it_fits_into_80_columns() -> None:
     )
 
 
+@pytest.mark.parametrize("width", [24, 30, 40, 50, 60, 79])
+def test_on_a_narrow_terminal_numbers_are_whole_or_left_out(width: int) -> None:
+    full = Row(
+        slot="a-model-with-a-name-alt-0", role="worker", model="m", generation=12, state="draining", phase="",
+        pid=1, restarts=7, weight=1.0, in_flight=1024, qps=1234.5, ttft_p95=0.567, error_ratio=0.12,
+        kv_usage=0.89, memory=3 << 30, gpu_memory=34 << 30, uptime=86400 * 6,
+    )  # fmt: skip
+    whole = ("draining", "100%", "1024", "1234", "567ms", "12%", "89%", "3.0G", "34G", "6d", "7")
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(page(fleet_status(), [full], Look(at=0), width=width))
+    (row,) = [line.split() for line in console.export_text().splitlines() if "…" in line]
+    assert row[0].startswith("a-")
+    assert row[0].endswith("0.12"), "slots of a model differ at their ends"
+    assert set(row[1:]) <= set(whole)
+    assert row[1] == "draining"
+    assert len(row) > (width - 12) // 10
+
+
+def rollout_under_way() -> Rollout:
+    log = tuple(Entry(0.0, "judging", f"line {number}") for number in range(9))
+    return Rollout(
+        id="r", model="m", old=Version(source="o/old"), new=Version(source="o/new"), options=Options(),
+        started=0.0, phase="judging", step=0, standby_bp=500, log=log,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("height", "lines"), [(24, 4), (9, 2), (8, 1), (7, 0), (2, 0)])
+def test_on_a_low_terminal_the_log_makes_room_for_the_rollout(height: int, lines: int) -> None:
+    status = msgspec.structs.replace(fleet_status(), rollouts=(rollout_under_way(),))
+    console = Console(width=80, height=height, record=True, file=StringIO())
+    console.print(fitted(View(status, Look(at=0), [], None), console))
+    text = console.export_text()
+    assert "judging" in text
+    assert [f"line {number}" in text for number in range(9)].count(True) == lines
+    assert lines == 0 or "line 8" in text
+
+
 def test_numbers_have_few_characters() -> None:
     assert [number(n) for n in (None, 0, 3.21, 99.94, 100.4, 9999, 12345)] == [
         *("-", "0", "3.2", "99.9", "100", "9999", "12k"),
@@ -234,7 +275,7 @@ def test_without_a_fleet(tmp_path: Path) -> None:
 class Terminal:
     """A command of `pagefleet` on a terminal of 80 columns."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, kind: str = "xterm") -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
         os.set_blocking(self._ours, False)
@@ -243,7 +284,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "TERM": "xterm"},
+            env={**os.environ, "TERM": kind},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         os.close(theirs)
@@ -280,5 +321,13 @@ async def test_the_page_on_a_terminal(tmp_path: Path) -> None:
                 assert re.search(r"ok-0\.1 .*ready.* +100% +0 +0 ", terminal.shown), terminal.shown
                 assert await terminal.interrupted() == 0, terminal.read()
                 assert "Traceback" not in terminal.read()
+            finally:
+                terminal.close()
+        for command in (("top", "-n", "0.2", *where), ("status", "--watch", *where)):
+            terminal = Terminal(*command, kind="dumb")
+            try:
+                await fleet.until(partial(terminal.shows, "ok-0"))
+                assert "\x1b" not in terminal.shown
+                assert await terminal.interrupted() == 0, terminal.read()
             finally:
                 terminal.close()

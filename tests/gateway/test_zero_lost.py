@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import random
 import signal
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gateway.fleet.observer import Observer
@@ -66,14 +66,15 @@ class Swaps:
         )
 
 
-async def disturb(running: Gateways, rng: random.Random, kills: list[float]) -> None:
-    """Pauses one gateway after the other, at times longer than anybody waits for it, and kills one."""
+async def disturb(running: Gateways, rng: random.Random, cut: list[int]) -> None:
+    """Pauses one gateway after the other, at times longer than anybody waits for it, and kills one; `cut`
+    gets the clients' ports that it was connected to."""
     try:
         for round_ in range(1000):
             await asyncio.sleep(rng.random() * 0.5)
             slot = rng.choice(running.slots)
             if round_ % 4 == 1:
-                kills.append(time.monotonic())
+                cut += await held(running.children[slot].pid)
                 running.kill(slot)
                 await running.start(slot)
                 continue
@@ -86,18 +87,26 @@ async def disturb(running: Gateways, rng: random.Random, kills: list[float]) -> 
                 child.send_signal(signal.SIGCONT)
 
 
+async def held(pid: int) -> list[int]:
+    """The clients' ports of a process that is stopped for good, so that it takes no other."""
+    process = psutil.Process(pid)
+    process.suspend()
+    await until(lambda: process.status() == psutil.STATUS_STOPPED)
+    return [one.raddr.port for one in process.net_connections("tcp") if one.raddr]
+
+
 @pytest.mark.parametrize(("disturbed", "count"), [(False, 2), (True, 5)], ids=["calm", "disturbed"])
 async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -> None:
     rng = random.Random(7)
-    kills: list[float] = []
+    cut: list[int] = []
     async with gateways(tmp_path) as (running, rig):
         swaps = Swaps(running, rig, rng)
         rig.route(swaps._target(rig.workers[0], 1, 10_000))
         await until(lambda: swaps.observer.applied(rig.epoch))
         load = Load(running.connect, at_a_time=30)
         loading = asyncio.create_task(load.run())
-        disturbing = asyncio.create_task(disturb(running, rng, kills)) if disturbed else None
-        while swaps.generation <= count or (disturbed and not kills):
+        disturbing = asyncio.create_task(disturb(running, rng, cut)) if disturbed else None
+        while swaps.generation <= count or (disturbed and not cut):
             await swaps.swap()
         if disturbing is not None:
             disturbing.cancel()
@@ -105,7 +114,7 @@ async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -
                 await disturbing
         load.stop()
         await loading
-        load.check(kills)
+        load.check(cut)
         load.check_once(rig.workers)
         assert len(load.whole) > 100
         if not disturbed:
