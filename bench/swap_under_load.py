@@ -86,6 +86,8 @@ async def _user(client: httpx.AsyncClient, who: int, traffic: Traffic, seen: See
             "model": traffic.model, "user": f"user-{who}", "max_tokens": traffic.tokens, "ignore_eos": True,
             "prompt": _prompt(who, number, traffic.prompt_ids),
         }  # fmt: skip
+        if traffic.prompt_ids:
+            body["return_token_ids"] = True  # else nothing is sent until there is text
         try:
             is_stream = (who + number) % traffic.stream_of == 0
             await (stream if is_stream else whole)(client, body, seen)
