@@ -24,6 +24,7 @@ from gateway.identity.identity import MAX_COUNT, MAX_QPS, MIN_QPS, KeyLimits, Pr
 from gateway.identity.record import KeyRecord
 from gateway.identity.secret import id_of
 from gateway.identity.store import KEYS_FILE, KeyStore
+from gateway.limits.overrides import FILE, OverridesFile, OverridesUnusable, subject
 
 _STYLES = {"active": "green", "expired": "dim", "revoked": "red"}
 
@@ -175,9 +176,17 @@ def show(state: StateDir, key: str, as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def rotate(state: StateDir, key: str, grace: float, expires: float | None, as_json: bool) -> None:
-    """Replace a key by a new one with the same rights, and print that, once."""
+    """Replace a key by a new one with the same rights and limits, and print that, once."""
+
+    def take_limits(new_id: str) -> None:
+        """Those that were set while running are kept by the key's id."""
+        limits = OverridesFile(state.root / FILE)
+        entry = limits.read().get(subject("key", key))
+        if entry is not None and entry.bounds:
+            limits.put(subject("key", new_id), entry.bounds)
+
     with _store(state) as store:
-        old, new, secret = store.rotate(key, grace=grace, expires=expires)
+        old, new, secret = store.rotate(key, grace=grace, expires=expires, prepare=take_limits)
     if as_json:
         print_json({**_shown(new), "key": secret, "old": _shown(old)})
         return
@@ -216,7 +225,7 @@ def _store(state: StateDir, create: bool = False) -> Iterator[KeyStore]:
     except (KeyRefused, InvalidFleet) as error:
         state.discard()
         fail(str(error), EXIT_INVALID)
-    except StoreUnusable as error:
+    except (StoreUnusable, OverridesUnusable) as error:
         fail(str(error), EXIT_FAILED)
 
 

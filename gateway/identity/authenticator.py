@@ -24,7 +24,7 @@ class Verifier(Protocol):
     """Checks tokens, see gateway.identity.tokens."""
 
     def identify(self, token: bytes) -> Identity: ...
-    async def refresh(self) -> None: ...
+    async def refresh(self) -> bool: ...
     async def run(self) -> None: ...
 
 
@@ -74,13 +74,13 @@ class Authenticator:
 
     async def authenticate_again(self, headers: Headers, peer: Peer) -> Identity:
         """After KeysStale: with the issuer's newest keys, for which it waits a moment. ApiError when the
-        token doesn't count with them either."""
+        token doesn't count with them either: 401, or 503 when they couldn't be had."""
         assert self._tokens is not None
-        await self._tokens.refresh()
+        fresh = await self._tokens.refresh()
         try:
             return self.authenticate(headers, peer)
         except errors.KeysStale as stale:
-            raise stale.answer from None
+            raise (stale.answer if fresh else errors.signing_keys_missing()) from None
 
     async def identify(self, headers: Headers, peer: Peer) -> Identity:
         """Both at once, where speed doesn't matter."""
@@ -151,14 +151,21 @@ def _holder(ring: KeyRing, key: bytes) -> Identity:
 
 
 def presented_key(headers: Headers) -> bytes:
-    """The bearer token, else `x-api-key`, else nothing."""
-    key = b""
+    """The bearer token, else `x-api-key`, else nothing. ApiError 400 for two different ones of a kind: a
+    proxy before this may have checked the other one."""
+    bearer = key = b""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip()
-        if name == b"x-api-key":
-            key = value.strip()
-    return key
+            bearer = _same(bearer, value[7:].strip())
+        elif name == b"x-api-key":
+            key = _same(key, value.strip())
+    return bearer or key
+
+
+def _same(known: bytes, other: bytes) -> bytes:
+    if known and other != known:
+        raise errors.credentials_ambiguous()
+    return other
 
 
 def _claimed_user(headers: Headers) -> str:

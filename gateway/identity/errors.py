@@ -127,6 +127,13 @@ def user_ambiguous() -> ApiError:
     )
 
 
+def credentials_ambiguous() -> ApiError:
+    return bad_request(
+        "This request has several different credentials in one header; send one key or token.",
+        code="ambiguous_credentials",
+    )
+
+
 def utc(moment: float) -> str:
     """``2027-01-31 12:00:00Z`` of a Unix time."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

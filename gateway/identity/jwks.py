@@ -22,6 +22,7 @@ from gateway.identity.urls import is_secure
 
 FETCH_SECONDS = 5.0
 UNKNOWN_PAUSE = 5.0  # seconds between two fetches for the sake of keys that nobody knows
+MAX_WAITING = 256  # requests that wait for one; made-up keys are free, and a request that waits is not
 FIRST_RETRY, LAST_RETRY = 1.0, 60.0
 UNREACHABLE_LIMIT = 24 * 3600.0  # seconds that known keys outlive an issuer that can't be reached
 MAX_DOCUMENT = 512 * 1024  # bytes
@@ -51,6 +52,7 @@ class SigningKeys:
         self._fetched_at = 0.0
         self._asked_at = float("-inf")
         self._fetching: asyncio.Task[None] | None = None
+        self._waiting = 0
         self._complaint = ""
         self._client = httpx.AsyncClient(timeout=FETCH_SECONDS)  # here: it takes 20 ms to load the CAs
 
@@ -66,26 +68,34 @@ class SigningKeys:
         age = time.monotonic() - self._fetched_at
         return bool(self._keys) and age <= self._cache + UNREACHABLE_LIMIT
 
-    async def refresh(self) -> None:
-        """For a token whose key isn't known: fetches, once for all who ask at the same time. Does nothing
-        soon after the last one, so that made-up ids make no storm."""
-        now = time.monotonic()
-        if self._fetching is None:
-            if now - self._asked_at < UNKNOWN_PAUSE:
-                return
-            self._start_fetch(now)
-        assert self._fetching is not None
-        await asyncio.wait([self._fetching], timeout=FETCH_SECONDS)
+    async def refresh(self) -> bool:
+        """For a token whose key isn't known: fetches, once for all who ask at the same time. False when the
+        issuer could not be asked, so that nobody knows whether there is such a key.
+
+        Made-up ids make no storm: soon after the last fetch who asks waits until the next one may be, as the
+        issuer may have a new key since; and when that one failed, or too many wait, isn't served.
+        """
+        fetching = self._fetching
+        if fetching is None:
+            pause = self._asked_at + UNKNOWN_PAUSE - time.monotonic()
+            if pause > 0 and self._complaint:
+                return False
+            fetching = self._start_fetch(pause)
+        if self._waiting >= MAX_WAITING:
+            return False
+        self._waiting += 1
+        try:
+            await asyncio.wait([fetching], timeout=UNKNOWN_PAUSE + FETCH_SECONDS)
+        finally:
+            self._waiting -= 1
+        return fetching.done() and not self._complaint
 
     async def run(self) -> None:
         """Fetches for ever; ends by being cancelled."""
         retry = FIRST_RETRY
         try:
             while True:
-                if self._fetching is None:
-                    self._start_fetch(time.monotonic())
-                assert self._fetching is not None
-                await asyncio.wait([self._fetching])
+                await asyncio.wait([self._fetching or self._start_fetch()])
                 if self._complaint:
                     pause, retry = min(retry, self._cache), min(2 * retry, LAST_RETRY)
                 else:
@@ -96,10 +106,11 @@ class SigningKeys:
                 self._fetching.cancel()
             await self._client.aclose()
 
-    def _start_fetch(self, now: float) -> None:
-        self._asked_at = now
-        self._fetching = asyncio.create_task(self._fetch(), name="signing keys")
+    def _start_fetch(self, pause: float = 0.0) -> asyncio.Task[None]:
+        """One that asks the issuer after `pause` seconds."""
+        self._fetching = asyncio.create_task(self._fetch(pause), name="signing keys")
         self._fetching.add_done_callback(self._fetched)
+        return self._fetching
 
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._fetching = None
@@ -107,7 +118,10 @@ class SigningKeys:
             self._complaint = repr(task.exception())  # so that it is tried again soon
             log.error("signing keys: %s", self._complaint)
 
-    async def _fetch(self) -> None:
+    async def _fetch(self, pause: float) -> None:
+        if pause > 0:
+            await asyncio.sleep(pause)
+        self._asked_at = time.monotonic()
         try:
             async with asyncio.timeout(2 * FETCH_SECONDS):
                 document = await self._get(self._jwks_url or await self._discover())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,12 +143,17 @@ class KeyStore:
             return self._insert(new)
 
     def rotate(
-        self, key_id: str, *, grace: float, expires: float | None = None
+        self,
+        key_id: str,
+        *,
+        grace: float,
+        expires: float | None = None,
+        prepare: Callable[[str], None] = lambda new_id: None,
     ) -> tuple[KeyRecord, KeyRecord, str]:
         """(old record, new record, the new key): a successor with all that the old one has.
 
         The old one goes on for `grace` seconds. The new one lives until `expires`, else as long as the old
-        one was to.
+        one was to. `prepare` is called with its id before it counts; when that fails, nothing is changed.
         """
         now = time.time()
         expires = record.checked_expiry(expires, now)
@@ -162,6 +167,7 @@ class KeyStore:
                 old, created=now, expires=expires, rotated_from=old.id, revoked=None
             )
             new, key = self._insert(successor)
+            prepare(new.id)
             self._update(old.id, min(end, old.expires) if old.expires is not None else end, None)
             return self.get(key_id), new, key
 

@@ -77,9 +77,9 @@ class TokenVerifier:
             self._known.popitem(last=False)
         return identity
 
-    async def refresh(self) -> None:
-        """After KeysStale."""
-        await self.keys.refresh()
+    async def refresh(self) -> bool:
+        """After KeysStale; whether the keys are now the issuer's own."""
+        return await self.keys.refresh()
 
     async def run(self) -> None:
         """Keeps the keys fresh, until it is cancelled."""

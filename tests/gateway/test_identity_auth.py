@@ -234,6 +234,20 @@ def test_with_trusted_proxies_only_they_name_users() -> None:
     assert auth.authenticate([], PROXY, "alice") == Identity("10.0.0.1")
 
 
+@pytest.mark.parametrize(("name", "form"), [(b"authorization", b"Bearer %b"), (b"x-api-key", b"%b")])
+def test_two_keys_in_one_request(store: KeyStore, auth: Authenticator, name, form) -> None:
+    """Whoever was before the gateway may have looked at the other one, whichever is taken."""
+    ann, bob = make(store).encode(), make(store).encode()
+    twice = [(name, form % ann), (b"accept", b"*/*"), (name, form % ann)]
+    assert auth.authenticate(twice, PEER).user == "alice"
+    for other in (bob, b"x", b"pfk_"):
+        for pair in ((ann, other), (other, ann)):
+            with pytest.raises(ApiError) as caught:
+                auth.authenticate([(name, form % key) for key in pair], PEER)
+            assert (caught.value.status, caught.value.code) == (400, "ambiguous_credentials")
+            assert ann.decode() not in caught.value.message
+
+
 def test_two_users_in_one_request() -> None:
     auth = without_keys(TrustedProxies(["10.0.0.0/8"]))
     twice = [(b"x-user-id", b"alice"), (b"x-user-id", b"alice ")]

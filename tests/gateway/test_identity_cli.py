@@ -129,6 +129,28 @@ def test_rotate_and_revoke(state: Path) -> None:
     assert "was revoked at" in invoke("rotate", newest, code=2).stderr
 
 
+def test_a_rotated_key_keeps_the_limits_that_were_set_for_it(state: Path) -> None:
+    def limits(*arguments: str) -> str:
+        result = CliRunner().invoke(main, ["limits", *arguments], prog_name="pagefleet")
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    old, _ = create("--user", "alice", "--qps", "100")
+    limits("set", "key", old, "--qps", "2", "--concurrency", "1")
+    new = invoke("rotate", old).stdout.split("_")[1]
+    assert limits("get", "key", new).replace(new, old) == limits("get", "key", old)
+    assert "concurrency 1" in limits("get", "key", new)
+    limits("unset", "key", new)
+    plain = invoke("rotate", new).stdout.split("_")[1]
+    assert "qps 100" in limits("get", "key", plain)
+    # Where they can't be read, there is no key without them.
+    limits("set", "key", plain, "--concurrency", "1")
+    (state / "limits.json").write_text("no JSON")
+    before = listed("--all")
+    assert "can't be read" in invoke("rotate", plain, code=1).stderr
+    assert listed("--all") == before
+
+
 def test_a_whole_key_names_itself_and_is_not_repeated(state: Path) -> None:
     """Someone who found a key revokes it with what he has."""
     key_id, key = create("--user", "alice")

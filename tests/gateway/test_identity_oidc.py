@@ -308,7 +308,6 @@ async def test_rotated_keys(issuer: Issuer, tmp_path: Path, monkeypatch: pytest.
         old = issuer.token()
         await ask(auth, old)
         old_key, new_key = issuer.keys[0], rsa("rsa-2")
-        await asyncio.sleep(0.6)
         issuer.keys = [old_key, new_key]
         new = issuer.token(new_key)
         asked = len(issuer.asked)
@@ -317,19 +316,42 @@ async def test_rotated_keys(issuer: Issuer, tmp_path: Path, monkeypatch: pytest.
         assert len(issuer.asked) == asked + 2  # the document and the keys, once for all
         assert (await ask(auth, old)).user == "alice"
         issuer.keys = [new_key]
-        await asyncio.sleep(0.6)
         await refusal(auth, issuer.token(rsa("rsa-3")))  # makes it fetch
         assert "no key of the issuer" in (await refusal(auth, old)).message  # also a remembered one
         assert (await ask(auth, new)).user == "alice"
 
 
-async def test_made_up_keys_make_no_storm(issuer: Issuer, tmp_path: Path) -> None:
+async def test_made_up_keys_make_no_storm(
+    issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jwks, "UNKNOWN_PAUSE", 0.5)
     async with checking(issuer, tmp_path, jwks_url=issuer.url + KEYS) as auth:
         await ask(auth, issuer.token())
         stranger = rsa("x")
-        for number in range(50):
-            await refusal(auth, issuer.token(stranger, header={"kid": f"made-up-{number}"}))
-    assert len(issuer.asked) == 1
+        made_up = [issuer.token(stranger, header={"kid": f"made-up-{number}"}) for number in range(50)]
+        await asyncio.gather(*(refusal(auth, token) for token in made_up))
+    assert len(issuer.asked) == 2
+
+
+async def test_a_key_that_came_just_after_a_fetch_is_waited_for(
+    issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are good: a 401 would send their users to the login. But only so many wait."""
+    monkeypatch.setattr(jwks, "UNKNOWN_PAUSE", 1.0)
+    monkeypatch.setattr(jwks, "MAX_WAITING", 10)
+    async with checking(issuer, tmp_path, jwks_url=issuer.url + KEYS) as auth:
+        await ask(auth, issuer.token())
+        new = rsa("rsa-new")
+        issuer.keys = [*issuer.keys, new]
+        answers = await asyncio.gather(
+            *(ask(auth, issuer.token(new)) for _ in range(30)), return_exceptions=True
+        )
+        served = [answer for answer in answers if isinstance(answer, Identity)]
+        errors = [answer for answer in answers if isinstance(answer, ApiError)]
+        assert len(served) == 10
+        assert {(error.status, error.code) for error in errors} == {(503, "keys_unavailable")}
+        assert (await ask(auth, issuer.token(new))).user == "alice"
+    assert len(issuer.asked) == 2
 
 
 async def test_the_background_fetch(issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,8 +384,10 @@ async def test_old_keys_outlive_an_issuer_that_is_down(
         await ask(auth, issuer.token())
         issuer.stop()
         try:
-            for _ in range(3):
-                await refusal(auth, issuer.token(rsa("rsa-2")))  # fetches, in vain
+            for _ in range(3):  # fetches, in vain; and nobody can say that the issuer has no such key
+                with pytest.raises(ApiError) as caught:
+                    await ask(auth, issuer.token(rsa("rsa-2")))
+                assert (caught.value.status, caught.value.code) == (503, "keys_unavailable")
             assert (await ask(auth, issuer.token(sub="new"))).user == "new"
             said = [r for r in caplog.records if "can't be fetched" in r.getMessage()]
             assert [r.levelno for r in said] == [logging.ERROR]

@@ -178,22 +178,46 @@ async def test_detokenize_shows_special_tokens_unless_told_not_to() -> None:
     assert hidden["prompt"] == "a"
 
 
-async def test_a_long_prompt_is_tokenized_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "short", "long"),
+    [
+        ("encode", "/tokenize", {"prompt": "x"}, {"prompt": "x" * 100_000}),
+        ("decode", "/detokenize", {"tokens": [97]}, {"tokens": [97] * 100_000}),
+        (
+            "token_text",
+            "/tokenize",
+            {"prompt": "x", "return_token_strs": True},
+            {"prompt": "x" * 3000, "return_token_strs": True},
+        ),
+    ],
+)
+async def test_what_takes_long_is_done_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, short: dict[str, Any], long: dict[str, Any]
+) -> None:
     import threading
 
-    threads = []
+    threads = set()
     state = make_state()
     assert state.text
     assert state.text.tokenizer
     tokenizer = state.text.tokenizer
-    encode = type(tokenizer).encode
+    done = getattr(type(tokenizer), method)
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> list[int]:
-        threads.append(threading.current_thread())
-        return encode(self, *args, **kwargs)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return done(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(tokenizer), "encode", watched)
-    await post(state, "/tokenize", prompt="x")
-    await post(state, "/tokenize", prompt="x" * 100_000)
-    assert threads[0] is threading.main_thread()
-    assert threads[1] is not threading.main_thread()
+    monkeypatch.setattr(type(tokenizer), method, watched)
+    await post(state, path, **short)
+    assert threads == {threading.main_thread()}
+    threads.clear()
+    await post(state, path, **long)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_more_token_ids_than_any_context_are_refused() -> None:
+    async with in_process(make_state()) as client:
+        answer = await client.post("/detokenize", json={"model": MODEL, "tokens": [97] * 1_000_001})
+        assert answer.status_code == 400
+        assert "at most 1000000 are read" in answer.json()["error"]["message"]

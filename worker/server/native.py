@@ -136,8 +136,7 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
         raise bad_request("prompt is missing (or messages, for a chat)", "prompt")
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens}
     if request.return_token_strs:
-        tokenizer = text.need_tokenizer("return_token_strs")
-        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+        answer["token_strs"] = await text.token_texts(tokens, param="return_token_strs")
     await exchange.json(answer)
 
 
@@ -146,9 +145,6 @@ async def detokenize(state: ServerState, exchange: Exchange) -> None:
     request = decode(exchange.body, DetokenizeRequest)
     state.check_model(request.model or request.model_name or exchange.query("model"))
     _, _, text = state.ready()
-    tokenizer = text.need_tokenizer("tokens")
-    if any(not 0 <= token < tokenizer.vocab_size for token in request.tokens):
-        raise bad_request(f"tokens must be token ids from 0 to {tokenizer.vocab_size - 1}", "tokens")
-    await exchange.json(
-        {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))}
-    )
+    skip = bool(request.skip_special_tokens)
+    prompt = await text.decode(request.tokens, param="tokens", skip_special_tokens=skip)
+    await exchange.json({"prompt": prompt})

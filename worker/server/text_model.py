@@ -19,6 +19,8 @@ from worker.weights.source import ModelSource
 
 _MAX_CHARS = 4_000_000  # some seconds of a core; twice what the longest contexts hold
 _OFF_LOOP_CHARS = 8192  # longer texts take over a millisecond or so: tokenized on a thread
+_MAX_TOKENS = 1_000_000  # as long as the longest contexts
+_OFF_LOOP_TOKENS = 2048
 Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt")
@@ -102,6 +104,24 @@ class TextModel:
         if len(text) < _OFF_LOOP_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, tokens: list[int], *, param: str, skip_special_tokens: bool) -> str:
+        """The text of token ids. ApiError 400 for one that doesn't exist, or more than _MAX_TOKENS."""
+        tokenizer = self.need_tokenizer(param)
+        if len(tokens) > _MAX_TOKENS:
+            raise bad_request(f"{param} has {len(tokens)} token ids; at most {_MAX_TOKENS} are read.", param)
+        if tokens and not (min(tokens) >= 0 and max(tokens) < tokenizer.vocab_size):
+            raise bad_request(f"{param} must be token ids from 0 to {tokenizer.vocab_size - 1}", param)
+        if len(tokens) < _OFF_LOOP_TOKENS:
+            return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
+
+    async def token_texts(self, tokens: list[int], *, param: str) -> list[str]:
+        """Each token's own text."""
+        token_text = self.need_tokenizer(param).token_text
+        if len(tokens) < _OFF_LOOP_TOKENS:
+            return [token_text(token) for token in tokens]
+        return await asyncio.to_thread(lambda: [token_text(token) for token in tokens])
 
     def render(
         self,
