@@ -48,6 +48,8 @@ local function on(name, command, ...)
   return answer
 end
 
+local MOST_OWED = 60 -- as in rules.py
+
 -- Rates by key: {backlog, unit, tolerance, changed}; no backlog where nothing is stored.
 local rates = {}
 
@@ -62,7 +64,7 @@ local function read_rate(name)
   end
   tat, unit, tolerance, written = tonumber(tat), tonumber(unit), tonumber(tolerance), tonumber(written) or 0
   local backlog = tat - math.max(now, written)
-  if backlog > 2 * tolerance then
+  if backlog > MOST_OWED * tolerance then
     return {}
   end
   return { backlog = backlog, unit = unit, tolerance = tolerance, changed = written > now }
@@ -197,7 +199,7 @@ function operations.adjust()
   if delta > 0 then
     backlog = math.max(backlog, 0)
   end
-  change_rate(rate, math.min(backlog + delta, 2 * tolerance), unit, tolerance)
+  change_rate(rate, math.min(backlog + delta, MOST_OWED * tolerance), unit, tolerance)
 end
 
 function operations.hold()

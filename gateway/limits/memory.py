@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from gateway.limits.limiter import Charge, Granted, LimiterState, Refused, refusal, rules_of
-from gateway.limits.rules import LeaseRule, RateRule, Rule, present_backlog
+from gateway.limits.rules import MOST_OWED, LeaseRule, RateRule, Rule, present_backlog
 
 # After so many decisions twice as many of the entries that were looked at least recently are looked at, and
 # the idle ones forgotten.
@@ -108,7 +108,7 @@ class MemoryLimiter:
         backlog = (stored[0] if stored else now) - now
         if delta > 0:
             backlog = max(backlog, 0)
-        self._write(rule.key, now, min(backlog + delta, 2 * tolerance), unit, tolerance)
+        self._write(rule.key, now, min(backlog + delta, MOST_OWED * tolerance), unit, tolerance)
 
     def _write(self, key: str, now: int, backlog: int, unit: int, tolerance: int) -> None:
         if backlog <= 0:

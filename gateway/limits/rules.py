@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
+# Times what a limit allows at once that may be owed, where requests took more than they had reserved: for
+# tokens an hour's worth. Less than all would let whoever reserves little have more than the limit for ever.
+MOST_OWED = 60
 # A wait that nothing can foretell: a slot is free when somebody's request ends.
 ASK_AGAIN = SECOND
 _EXACT = 2**53  # what a double holds exactly; more than any limit, so a larger number means the same

@@ -135,7 +135,7 @@ async def test_tokens_are_reserved_and_settled_with_what_was_used(
     assert (await granted(limiter, charges, 600)).quotas()[0].remaining == 0
 
 
-async def test_tokens_used_beyond_the_reservation_are_a_debt_of_at_most_one_minute(
+async def test_tokens_used_beyond_the_reservation_are_owed_up_to_an_hours_worth(
     limiter: MemoryLimiter, clock: Clock
 ) -> None:
     charges = ann(tokens_per_minute=600)
@@ -143,7 +143,21 @@ async def test_tokens_used_beyond_the_reservation_are_a_debt_of_at_most_one_minu
     assert (await refused(limiter, charges, 100)).retry_after == 40
     clock.forward(40)
     (await granted(limiter, charges, 100)).settle(10**6)
-    assert (await refused(limiter, charges, 600)).retry_after == 120
+    assert (await refused(limiter, charges, 600)).retry_after == 3600
+
+
+async def test_reserving_little_gets_nobody_more_than_the_limit(limiter: MemoryLimiter, clock: Clock) -> None:
+    """Chats without max_tokens reserve 256 and may be as long as the model's context."""
+    charges = ann(tokens_per_minute=600)
+    used = 0
+    for _ in range(60 * 60):
+        answer = await limiter.acquire(charges, 10)
+        if isinstance(answer, Granted):
+            answer.settle(5000)
+            answer.release()
+            used += 5000
+        clock.forward(1)
+    assert used <= 60 * 600 + 600 + 5000
 
 
 async def test_a_request_larger_than_the_limit_has_no_time_to_wait_for(limiter: MemoryLimiter) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gateway.limits import Charge, Granted, Kind, Limit, MemoryLimiter, Refused, Unavailable
 from gateway.limits.redis_limiter import RedisLimiter
 from gateway.limits.redis_link import SCRIPT
+from gateway.limits.rules import MOST_OWED
 from tests.gateway.redis_server import running
 
 pytestmark = pytest.mark.redis
@@ -47,7 +48,10 @@ class Model:
         """What would be left of each bound; below zero: over it."""
         found = []
         for name, kind, rate, burst, units in self.bounds(charges, tokens):
-            self.levels[name, kind] = (min(self.level(name, kind, now, rate), 2 * Fraction(burst)), now)
+            self.levels[name, kind] = (
+                min(self.level(name, kind, now, rate), MOST_OWED * Fraction(burst)),
+                now,
+            )
             found.append(burst - self.levels[name, kind][0] - units)
         for charge in charges:
             if charge.limit.concurrency is not None:
@@ -68,7 +72,7 @@ class Model:
 
     def change(self, name: str, kind: str, now: int, rate: Fraction, burst: int, units: int) -> None:
         level = self.level(name, kind, now, rate)
-        self.levels[name, kind] = (max(Fraction(0), min(level + units, 2 * Fraction(burst))), now)
+        self.levels[name, kind] = (max(Fraction(0), min(level + units, MOST_OWED * Fraction(burst))), now)
 
     def run(self, charges: list[Charge], by: int) -> None:
         for charge in charges:
@@ -126,7 +130,7 @@ step = st.one_of(
     st.tuples(
         st.just("acquire_at_once"), st.lists(st.integers(0, 1), min_size=2, max_size=6), st.integers(1, 99)
     ),
-    st.tuples(st.just("settle"), st.integers(0, 99), st.sampled_from([0, 1, 40, 400, 3000])),
+    st.tuples(st.just("settle"), st.integers(0, 99), st.sampled_from([0, 1, 40, 400, 3000, 30_000])),
     st.tuples(st.just("release"), st.integers(0, 99)),
     st.tuples(st.just("give_back"), st.integers(0, 99)),
 )
