@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator
@@ -12,9 +11,12 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from contracts.sources import RANDOM, hub_id, mistake
+from contracts.suggest import closest, did_you_mean
 from gateway.yaml_source import KeyPath
 
-RANDOM = "random:"
+# /rollouts/{model}/…, what the supervisor is asked (gateway/fleet/driver/routes.py).
+ABOUT_ROLLOUTS = ("history", "pause", "resume", "promote", "abort", "undo")
 # What a person who doesn't know pydantic reads, by its kind of error.
 _PLAIN = {
     "int_type": "must be a whole number",
@@ -29,7 +31,6 @@ _PLAIN = {
     "model_type": "must be a block of keys",
     "model_attributes_type": "must be a block of keys",
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-]+)?(?P<file>/[\w./-]+\.gguf)?")
 
 
 def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -58,6 +59,23 @@ def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
                     f"'{alias}' is already the {kind} of models[{owner[alias]}]",
                 )
             owner.setdefault(alias, index)
+    yield from _ambiguous(entries)
+
+
+def _ambiguous(entries: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[KeyPath, str]]:
+    """Names that read as another one and what the supervisor is asked about that (`m/history` beside `m`)."""
+    places: dict[str, KeyPath] = {}
+    for index, entry in entries:
+        if isinstance(entry.get("name"), str):
+            places.setdefault(entry["name"], ("models", index, "name"))
+        aliases = entry.get("aliases")
+        for place, alias in enumerate(aliases if isinstance(aliases, list) else []):
+            if isinstance(alias, str):
+                places.setdefault(alias, ("models", index, "aliases", place))
+    for name, path in places.items():
+        other, _, word = name.rpartition("/")
+        if word in ABOUT_ROLLOUTS and other in places:
+            yield path, f"'{name}' can't be told from a question about '{other}'; name it otherwise"
 
 
 def check_paths(raw: dict[str, Any], bases: tuple[Path, ...]) -> Iterator[tuple[KeyPath, str]]:
@@ -122,10 +140,9 @@ def _resolve_source(source: str, bases: tuple[Path, ...]) -> tuple[str, str | No
     prefix = RANDOM if source.startswith(RANDOM) else ""
     found = _find(source.removeprefix(prefix), bases)
     if found is None:
-        if not prefix and _may_be_on_the_hub(source, bases):
+        if not prefix and hub_id(source, bases) is not None:
             return source, None
-        is_path = prefix or source.endswith(".gguf") or source[0] in "./~"
-        hint = "" if is_path else "; a model of the hub is written org/name"
+        hint = mistake(source, bases) if not prefix else ""
         return source, _not_there(source.removeprefix(prefix), bases) + hint
     if prefix and found.is_dir():
         if not (found / "config.json").is_file():
@@ -133,17 +150,6 @@ def _resolve_source(source: str, bases: tuple[Path, ...]) -> tuple[str, str | No
     elif found.is_dir() and not (found / "config.json").exists() and not any(found.glob("*.gguf")):
         return source, f"the directory {found} holds no model: neither config.json nor a .gguf file is in it"
     return prefix + str(found), None
-
-
-def _may_be_on_the_hub(source: str, bases: tuple[Path, ...]) -> bool:
-    """Whether it is written as `org/name` or `org/name/file.gguf`, perhaps with `@revision` behind the name,
-    and isn't a path with a mistake in it."""
-    match = _HUB_ID.fullmatch(source)
-    if match is None:
-        return False
-    if not source.endswith(".gguf"):
-        return True
-    return match["file"] is not None and _find(source.split("/")[0], bases) is None
 
 
 def _find(text: str, bases: tuple[Path, ...]) -> Path | None:
@@ -173,9 +179,9 @@ def check_variable(root: type[BaseModel], name: str, value: str, prefix: str) ->
     if section.lower() in root.model_fields or re.match(r"(tcp|udp|sctp)://", value):
         return None
     keys = {_flat(key): prefix + key for key in _variables(root)}
-    close = difflib.get_close_matches(_flat(name.removeprefix(prefix)), keys, n=1, cutoff=0.85)
-    if close:
-        return f"there is no such setting; did you mean {keys[close[0]]}?"
+    close = closest(_flat(name.removeprefix(prefix)), keys, 0.85)
+    if close is not None:
+        return f"there is no such setting; did you mean {keys[close]}?"
     if nested:
         names = ", ".join(f"{prefix}{field.upper()}__…" for field in root.model_fields)
         return f"there is no such setting; known are {names}"
@@ -216,10 +222,7 @@ def describe(root: type[BaseModel], detail: ErrorDetails) -> str:
 def _unknown_key(root: type[BaseModel], path: KeyPath) -> str:
     block = _block_at(root, path[:-1])
     known = sorted(block.model_fields) if block else []
-    close = difflib.get_close_matches(str(path[-1]), known, n=1)
-    if close:
-        return f"unknown key; did you mean '{close[0]}'?"
-    return f"unknown key; known here: {', '.join(known)}"
+    return "unknown key" + (did_you_mean(str(path[-1]), known) or f"; known here: {', '.join(known)}")
 
 
 def _block_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contracts.options import WorkerOptions
 from contracts.spans import Endpoint
+from contracts.suggest import did_you_mean
 from contracts.units import ByteSize, Duration
 from worker import spellings
 
@@ -145,16 +146,20 @@ def read_config(argv: Sequence[str]) -> WorkerConfig:
     `--help` prints and exits. Underscores in flag names are accepted for dashes.
     """
     given, unknown = _parser().parse_known_args([_with_dashes(word) for word in argv])
-    problems = [f"{word}: no such option; see --help" for word in unknown]
+    flags = [*map(_flag, WorkerConfig.model_fields), *spellings.taken()]
+    mistyped = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    problems = [_no_such_option(word, flags) for word in mistyped or unknown]
     problems += spellings.problems(vars(given))
     if given.model_tag is not None and given.model is None:
         given.model = given.model_tag
-    elif given.model_tag is not None:
+    elif given.model_tag is not None and not mistyped:  # else it may be the value of that
         problems.append(f"{given.model_tag}: no such option, and --model is given; see --help")
     values = {name: vars(given)[name] for name in WorkerConfig.model_fields if vars(given)[name] is not None}
     names = {ENV_PREFIX + name.upper() for name in WorkerConfig.model_fields}
     problems += [
-        f"{name}: no such option" for name in os.environ if name.startswith(ENV_PREFIX) and name not in names
+        f"{name}: no such option{did_you_mean(name, names)}"
+        for name in os.environ
+        if name.startswith(ENV_PREFIX) and name not in names
     ]
     try:
         return _checked(values, problems)
@@ -225,6 +230,10 @@ def _default_note(field: FieldInfo) -> str:
     if isinstance(default, bool):
         return f" (default: {'on' if default else 'off'})"
     return f" (default: {f'{default:g}' if isinstance(default, float) else default})"
+
+
+def _no_such_option(word: str, flags: Sequence[str]) -> str:
+    return f"{word}: no such option{did_you_mean(word, flags) or '; see --help'}"
 
 
 def _with_dashes(word: str) -> str:

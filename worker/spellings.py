@@ -144,6 +144,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(f"--{flag}", nargs="*", help=argparse.SUPPRESS)
 
 
+def taken() -> Iterator[str]:
+    """The flags among them that a worker starts with."""
+    for flags in (ONLY, NO_EFFECT, NO_EFFECT_WITH_VALUE):
+        yield from (f"--{flag}" for flag in flags)
+
+
 def problems(given: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the flags that were `given` (argparse's names), one line each."""
     for flag, only in ONLY.items():

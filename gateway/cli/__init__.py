@@ -33,6 +33,14 @@ class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, whose suggestions for a command that there isn't come from those it has imported."""
+        if args and args[0] not in _COMMANDS and not ctx.resilient_parsing and args[0][:1] != "-":
+            raise click.exceptions.NoSuchCommand(args[0], possibilities=_COMMANDS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The first sentence of each command's help, whole: lines are broken where click would cut them."""
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from gateway.cli.common import fail, printable, which_fleet
+from gateway.cli.common import fail, printable, warn_about_models, which_fleet
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.statedir import StateDir
 from gateway.usage.reader import AuditTail, Entry
@@ -73,7 +73,10 @@ def tail(
     except OSError as error:
         fail(f"the audit file {path} can't be read: {error.strerror}")
     with contextlib.closing(end), contextlib.suppress(KeyboardInterrupt):
-        for entry in end.last(lines):
+        found = end.last(lines)
+        if model is not None and lines and not found:
+            warn_about_models(state, [model])
+        for entry in found:
             show(entry)
         if follow:
             for entry in end.follow():

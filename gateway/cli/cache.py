@@ -7,7 +7,7 @@ import httpx
 import msgspec
 
 from gateway.cli.common import fail, print_json, require_fleet, which_fleet
-from gateway.fleet.errors import EXIT_INVALID
+from gateway.fleet.errors import EXIT_INVALID, no_such_model
 from gateway.fleet.state import Target, read_routes
 from gateway.fleet.statedir import StateDir
 
@@ -47,7 +47,8 @@ def _targets(state: StateDir, name: str) -> list[Target]:
     for routes in models.values():
         if name in (routes.model, *routes.aliases):
             return [target for target in routes.targets if target.state in ("ready", "draining")]
-    fail(f"there is no model '{name}'; there are: {', '.join(models) or 'none'}", EXIT_INVALID)
+    known = (known for routes in models.values() for known in (routes.model, *routes.aliases))
+    fail(no_such_model(name, known), EXIT_INVALID)
 
 
 def _reset(target: Target) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import httpx
 
+from contracts.suggest import did_you_mean
 from gateway.cli.common import fail, print_json, require_fleet, which_fleet
 from gateway.fleet.statedir import StateDir
 
@@ -119,7 +120,7 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
     with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             response.read()
-            raise ChatError(_message(response))
+            raise ChatError(_message(client, response, body["model"]))
         for line in response.iter_lines():
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:"):
@@ -145,17 +146,28 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
 def _ask(client: httpx.Client, body: dict[str, Any]) -> Any:
     response = client.post("/v1/chat/completions", json=body)
     if response.status_code != 200:
-        raise ChatError(_message(response))
+        raise ChatError(_message(client, response, body["model"]))
     return response.json()
 
 
-def _message(response: httpx.Response) -> str:
+def _message(client: httpx.Client, response: httpx.Response, model: str) -> str:
     try:
-        message = str(response.json()["error"]["message"])
+        error = response.json()["error"]
+        message = str(error["message"])
     except (ValueError, KeyError, TypeError):
         return f"the gateway answered {response.status_code}"
+    if error.get("code") == "model_not_found":
+        return message.removesuffix(".") + did_you_mean(model, _models(client))
     keyless = response.status_code == 401 and "authorization" not in response.request.headers
     return f"{message} Give it with --api-key, or in PAGEFLEET_API_KEY." if keyless else message
+
+
+def _models(client: httpx.Client) -> list[str]:
+    """The names that the gateway lists; none where it doesn't."""
+    try:
+        return [str(model["id"]) for model in client.get("/v1/models").json()["data"]]
+    except (httpx.TransportError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _user(text: str) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -17,7 +17,8 @@ from contracts.units import parse_duration
 from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.driver.routes import Failure
-from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID
+from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, no_such_model
+from gateway.fleet.state import read_routes
 from gateway.fleet.statedir import StateDir
 from gateway.usage.record import inert
 
@@ -157,6 +158,23 @@ def call_supervisor(state: StateDir, method: str, path: str, kind: type[T], cont
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError:
         fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
+
+
+def fleet_names(state: StateDir) -> list[str]:
+    """All names that requests may use, also those of a fleet that is down; none where that isn't known."""
+    try:
+        routes = read_routes(state.routes).models.values()
+    except (OSError, msgspec.MsgspecError):
+        return []
+    return [name for model in routes for name in (model.model, *model.aliases)]
+
+
+def warn_about_models(state: StateDir, models: Iterable[str]) -> None:
+    """Of names that may be misspelt, though the fleet may have had such a model, or get it later."""
+    known = fleet_names(state)
+    for name in models:
+        if known and name not in known:
+            click.echo(f"warning: {no_such_model(name, known)}", err=True)
 
 
 class _Refusal(msgspec.Struct):

@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from contracts.units import parse_duration
-from gateway.cli.common import count_of, fail, print_json, which_fleet
+from gateway.cli.common import count_of, fail, print_json, warn_about_models, which_fleet
 from gateway.cli.display import make_console
 from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet
-from gateway.fleet.state import read_routes
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable, utc
 from gateway.identity.identity import MAX_COUNT, MAX_QPS, MIN_QPS, KeyLimits, Priority
@@ -99,7 +98,7 @@ def create(
 ) -> None:
     """Make a key and print it, once; all else goes to stderr."""
     limits = KeyLimits(qps, burst, concurrency, tokens_per_minute)
-    _warn_about_models(state, models)
+    warn_about_models(state, models)
     with _store(state, create=True) as store:
         record, key = store.create(
             user, name=name, models=models or None, priority=priority, limits=limits, expires=expires
@@ -227,18 +226,6 @@ def _store(state: StateDir, create: bool = False) -> Iterator[KeyStore]:
         fail(str(error), EXIT_INVALID)
     except (StoreUnusable, OverridesUnusable) as error:
         fail(str(error), EXIT_FAILED)
-
-
-def _warn_about_models(state: StateDir, models: tuple[str, ...]) -> None:
-    """A misspelt name makes a key that can't be used; but the fleet may get that model later."""
-    try:
-        routes = read_routes(state.routes).models.values()
-    except (OSError, msgspec.MsgspecError):
-        return
-    known = [name for route in routes for name in (route.model, *route.aliases)]
-    for name in models:
-        if known and name not in known:
-            click.echo(f"warning: the fleet has no model '{name}'; it has {', '.join(known)}", err=True)
 
 
 def _shown(record: KeyRecord) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from gateway.cli.common import fail, print_json, which_fleet
 from gateway.cli.display import make_console
 from gateway.config import ConfigError, FleetFile, load_fleet
-from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet
+from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet, no_such_model
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable
 from gateway.identity.identity import NO_LIMITS, KeyLimits
@@ -248,7 +248,7 @@ class _Known:
         for entry in self._fleet.models:
             if name in entry.aliases:
                 fail(f"'{name}' is an alias; limits are of the model: use {entry.name}", EXIT_INVALID)
-        fail(f"the fleet has no model '{name}'; it has {', '.join(self._models)}", EXIT_INVALID)
+        fail(no_such_model(name, self._models), EXIT_INVALID)
 
     def subjects(self) -> Iterator[Subject]:
         """The default, and everybody who has limits of their own."""

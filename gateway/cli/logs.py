@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from gateway.cli.common import fail, which_fleet
+from contracts.suggest import did_you_mean
+from gateway.cli.common import fail, fleet_names, which_fleet
 from gateway.fleet.backends.systemd import read_mark
 from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.logs import tail
@@ -49,7 +50,8 @@ def _find(state: StateDir, name: str) -> list[Path]:
         return of_model or replicas
     names = ", ".join(known) or "none"
     hint = _where_it_is(state) if name == SUPERVISOR_LOG else ""
-    fail(f"there is no log of '{name}' in {state.logs}{hint}; there are: {names}", EXIT_INVALID)
+    meant = did_you_mean(name, [*fleet_names(state), *known])
+    fail(f"there is no log of '{name}' in {state.logs}{hint}; there are: {names}{meant}", EXIT_INVALID)
 
 
 def _where_it_is(state: StateDir) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from contracts.units import parse_duration
-from gateway.cli.common import fail, print_json, printable, which_fleet
+from gateway.cli.common import fail, print_json, printable, warn_about_models, which_fleet
 from gateway.cli.display import make_console
 from gateway.fleet.statedir import StateDir
 from gateway.usage.store import COUNTS, USAGE_FILE, Group, Total, UsageStore, UsageUnusable
@@ -76,6 +76,8 @@ def usage(
         fail(str(error))
     finally:
         store.close()
+    if model is not None and not totals:
+        warn_about_models(state, [model])
     if as_json:
         print_json([_as_json(groups, total) for total in totals])
     else:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from contracts.suggest import did_you_mean
+
 EXIT_FAILED = 1
 EXIT_INVALID = 2
 EXIT_CONFLICT = 6
 EXIT_DEGRADED = 7
+
+
+def no_such_model(name: str, known: Iterable[str]) -> str:
+    """What is said of a name that is no model's; `known`: all names, or the models'."""
+    known = list(known)
+    names = ", ".join(known) or "none"
+    return f"the fleet has no model '{name}'; it has {names}{did_you_mean(name, known)}"
 
 
 class FleetError(Exception):

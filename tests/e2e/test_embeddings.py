@@ -148,4 +148,4 @@ def test_cached_prompts_are_forgotten_on_command(fleet: Fleet, client: openai.Op
     }
     unknown = CliRunner().invoke(pagefleet, ["cache", "reset", "nobody", "--state-dir", str(fleet.state)])
     assert unknown.exit_code == 2
-    assert "there are: tiny, vectors" in unknown.output
+    assert "it has tiny, vectors" in unknown.output

@@ -267,6 +267,14 @@ CASES = {
         "models:\n  - {name: a, source: o/n, aliases: [c]}\n  - {name: b, source: o/n, aliases: [c]}\n",
         ":3: models[1].aliases[0]: 'c' is already the alias of models[0]",
     ),
+    "name that reads as a question about another": (
+        "models:\n  - {name: a, source: o/n}\n  - {name: a/history, source: o/n}\n",
+        ":3: models[1].name: 'a/history' can't be told from a question about 'a'; name it otherwise",
+    ),
+    "alias that reads as a command to another": (
+        "models:\n  - {name: a/b, source: o/n}\n  - {name: c, source: o/n, aliases: [x/undo, a/b/abort]}\n",
+        ":3: models[1].aliases[1]: 'a/b/abort' can't be told from a question about 'a/b'; name it otherwise",
+    ),
     "name with a space": (
         "models: [{name: a b, source: o/n}]\n",
         ":1: models[0].name: letters, digits and . _ : / @ + - are allowed, starting with a letter or digit, "
@@ -429,6 +437,10 @@ WRONG_SOURCES = {
     "random:empty": "there is no config.json in the directory",
     "directory/no/m.gguf": "isn't there; looked in",
     "directory/m.gguf": "isn't there; looked in",
+    "directory/m": "the hub's model of that name is directory/m@main",
+    "o/m.gguf": "a file of the hub is written org/name/file.gguf",
+    "./fra.gguf": "did you mean './far.gguf'?",
+    "direktory/../fra.gguf": "isn't there",
     "./o/n/m.gguf": "isn't there; looked in",
     "random:o/n": "isn't there; looked in",
 }

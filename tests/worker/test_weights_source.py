@@ -135,8 +135,14 @@ def test_paths_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).touch()
     cases = {
         "": "no such file or directory",
-        "missing": "no such file or directory, and not a hub id",
-        "/no/such/place": "no such file or directory, and not a hub id",
+        "missing": "no such file or directory; .*; a model of the hub is written org/name, org/name@rev",
+        "/no/such/place": "no such file or directory; needed is a .gguf file, or a directory with config",
+        "./mny": r"no such file or directory; did you mean '\./many'\?",
+        "many/c.gguf": r"no such file or directory; did you mean 'many/[ab]\.gguf'\?",
+        "many/model": "; the hub's model of that name is many/model@main",
+        "org/model.safetensors": "no such file or directory; .*; a file of the hub is written org/name/file",
+        "~/no/such.gguf": "no such file or directory",
+        "a/b/c": "no such file or directory; .*; a model of the hub is written org/name",
         "../a/b": "no such file or directory",
         "random:missing.json": "no file missing.json",
         "model.pt": "pickle checkpoints are refused",
@@ -147,6 +153,17 @@ def test_paths_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source, message in cases.items():
         with pytest.raises(SourceError, match=message):
             resolve_source(source)
+
+
+def test_a_directory_of_that_name_is_no_way_to_the_hub_without_a_revision(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "org").mkdir()
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        (found,) = resolve_elsewhere(tmp_path, "org/model", HF_ENDPOINT=endpoint, **offline)
+        assert found.startswith("SourceError org/model: no such file or directory; ")
+        assert found.endswith("; the hub's model of that name is org/model@main")
+        assert hub.served == set()
+    assert resolve_elsewhere(tmp_path, "org/model@main", HF_ENDPOINT=endpoint) == ["safetensors"]
 
 
 def test_gguf_refused(tmp_path: Path) -> None:
@@ -308,7 +325,7 @@ def test_a_certain_revision(hub: Hub, tmp_path: Path) -> None:
     assert found[:2] == ["safetensors", "gguf"]
     assert found[2].startswith("SourceError org/model@gone: ")
     assert "RevisionNotFoundError" in found[2]
-    assert "not a hub id (org/name, org/name@revision or org/name/file.gguf)" in found[3]
+    assert "a model of the hub is written org/name, org/name@revision or org/name/file.gguf" in found[3]
     assert (tmp_path / "hf/hub/models--org--model/refs/v1.2").read_text() == COMMIT
     offline = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "1"}
     found = resolve_elsewhere(tmp_path, "org/model@v1.2", f"org/model@{COMMIT}", "org/model@v2", **offline)

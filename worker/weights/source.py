@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +10,15 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from contracts.sources import RANDOM, hub_id, mistake
 from worker.model.config import ModelConfig, UnsupportedModel, token_ids
 from worker.model.gguf_config import config_from_gguf
 from worker.model.hf_config import config_from_hf
 from worker.weights.gguf_header import GgufError, GgufHeader, read_gguf_header
 from worker.weights.hub import OnProgress, fetch
 
-RANDOM_PREFIX: Final = "random:"
 SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_HUB_ID: Final = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w./-]+\.gguf))?"
-)
 
 
 class SourceError(ValueError):
@@ -56,7 +52,8 @@ def resolve_source(
 ) -> ModelSource:
     """Find what `source` names: an existing path, `random:CONFIG.json`, a hub id `org/name`, or one GGUF file
     of a hub repository, `org/name/file.gguf`; `org/name@REVISION` is a certain branch, tag or commit of it.
-    The hub is asked only when no such path exists. `revision` says the same as `@REVISION`.
+    The hub is asked only when no such path exists, and it isn't one with a mistake in it. `revision` says the
+    same as `@REVISION`.
 
     `on_progress(done, total)` hears how many bytes of a download are there (see `worker.weights.hub.fetch`).
 
@@ -64,10 +61,10 @@ def resolve_source(
         SourceError: nothing is there, or it can't be served; the message names the reason.
     """
     path = Path(source).expanduser()
-    here = source.startswith(RANDOM_PREFIX) or (source and path.exists())
+    here = source.startswith(RANDOM) or (source and path.exists())
     if here and revision is not None:
         raise SourceError(f"{source}: revision {revision} is for models of the hub; leave it out for files")
-    if source.startswith(RANDOM_PREFIX):
+    if source.startswith(RANDOM):
         return _random(source)
     if not here:
         path = _from_hub(source, on_progress, revision)
@@ -94,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _random(source: str) -> ModelSource:
-    path = Path(source.removeprefix(RANDOM_PREFIX)).expanduser()
+    path = Path(source.removeprefix(RANDOM)).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise SourceError(
@@ -189,12 +186,9 @@ def _pickle(path: Path) -> SourceError:
 
 
 def _from_hub(source: str, on_progress: OnProgress | None, revision: str | None) -> Path:
-    match = _HUB_ID.fullmatch(source)
+    match = hub_id(source, (Path(),) if revision is None else ())
     if match is None:
-        raise SourceError(
-            f"{source}: no such file or directory, and not a hub id (org/name, org/name@revision or "
-            "org/name/file.gguf) either"
-        )
+        raise SourceError(f"{source}: no such file or directory{mistake(source)}")
     if revision is not None and match["revision"] not in (None, revision):
         raise SourceError(f"{source}: it names one revision, and the option revision another: {revision}")
     from huggingface_hub import constants

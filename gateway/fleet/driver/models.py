@@ -15,7 +15,7 @@ from gateway.fleet.driver.asked import SwapError
 from gateway.fleet.driver.driver import Driver
 from gateway.fleet.driver.records import Records
 from gateway.fleet.driver.survival import primary_runs, standby_runs
-from gateway.fleet.errors import EXIT_INVALID
+from gateway.fleet.errors import EXIT_INVALID, no_such_model
 from gateway.fleet.publisher import Split
 from gateway.fleet.rollout import Rollout, Version, record_of
 from gateway.fleet.rollout.model import Side
@@ -86,8 +86,8 @@ class Models:
         for model in self:
             if name in (model.entry.name, *model.entry.aliases):
                 return model
-        known = ", ".join(self._models)
-        raise SwapError(f"the fleet has no model '{name}'; it has {known}", EXIT_INVALID)
+        names = (name for model in self for name in (model.entry.name, *model.entry.aliases))
+        raise SwapError(no_such_model(name, names), EXIT_INVALID)
 
     def bring_up(self, entry: ModelEntry, slug: str | None = None) -> Model:
         """Starts the model's workers as its file, or the rollout that was under way, wants them."""
