@@ -13,7 +13,7 @@ import torch
 from contracts.options import WorkerOptions
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
 from worker import LLM, SamplingParams
-from worker.engine.blocks import PagePool, page_hash, root_hash
+from worker.engine.blocks import PagePool, page_hashes, root_hash
 from worker.engine.budget import plan_pages
 from worker.engine.config import EngineError, resolve
 from worker.ipc.messages import EngineRequest
@@ -116,17 +116,17 @@ def test_pages_whose_tokens_collide_under_a_guessable_hash_are_told_apart() -> N
         assert hash(tuple(left)) == hash(tuple(right))
         pool = PagePool(8, 2)
         (page,) = pool.allocate(1) or []
-        pool.publish(page, page_hash(root_hash(), left))
-        assert pool.find([page_hash(root_hash(), left)]) == [page]
-        assert pool.find([page_hash(root_hash(), right)]) == []
+        pool.publish(page, page_hashes(root_hash(), left, 2)[0])
+        assert pool.find([page_hashes(root_hash(), left, 2)[0]]) == [page]
+        assert pool.find([page_hashes(root_hash(), right, 2)[0]]) == []
 
 
 @pytest.mark.parametrize(("salt", "adapter"), [("x", ""), ("", "x"), ("xx", "x"), ("x", "xx")])
 def test_a_salt_never_meets_an_adapter_of_its_name(salt: str, adapter: str) -> None:
     pool = PagePool(8, 2)
     (page,) = pool.allocate(1) or []
-    pool.publish(page, page_hash(root_hash(salt, adapter), [1, 2]))
-    assert pool.find([page_hash(root_hash(adapter, salt), [1, 2])]) == []
+    pool.publish(page, page_hashes(root_hash(salt, adapter), [1, 2], 2)[0])
+    assert pool.find([page_hashes(root_hash(adapter, salt), [1, 2], 2)[0]]) == []
 
 
 def test_a_storm_of_aborts_touches_no_page_of_others_and_leaks_none(model: str) -> None:

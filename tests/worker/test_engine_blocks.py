@@ -6,15 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.blocks import NULL_PAGE, PagePool, page_hash, root_hash
+from worker.engine.blocks import NULL_PAGE, PagePool, page_hashes, root_hash
 
 
 def chain(tokens: list[int], size: int, root: bytes = root_hash()) -> list[bytes]:
-    hashes = []
-    for start in range(0, len(tokens) - size + 1, size):
-        root = page_hash(root, tokens[start : start + size])
-        hashes.append(root)
-    return hashes
+    return page_hashes(root, tokens, size)
 
 
 def test_null_page_is_never_handed_out():
@@ -109,13 +105,21 @@ def test_check_finds_a_page_nobody_accounts_for():
         (root_hash("a"), root_hash("", "a")),  # a salt never meets an adapter
         (root_hash("ab", "c"), root_hash("a", "bc")),
         (root_hash(), root_hash("x")),
-        (page_hash(root_hash(), [1, 23]), page_hash(root_hash(), [12, 3])),
-        (page_hash(root_hash(), [1, 2]), page_hash(page_hash(root_hash(), [1]), [2])),
+        (page_hashes(root_hash(), [1, 23], 2)[0], page_hashes(root_hash(), [12, 3], 2)[0]),
+        (page_hashes(root_hash(), [1, 2], 2)[-1], page_hashes(root_hash(), [1, 2], 1)[-1]),
     ],
 )
 def test_hashes_of_different_things_differ(left: bytes, right: bytes):
     assert left != right
     assert len(left) == 32
+
+
+def test_hashes_go_on_where_they_were_left_and_wait_for_full_pages():
+    tokens = list(range(23))
+    every = page_hashes(root_hash(), tokens, 4)
+    assert len(set(every)) == 5
+    assert every[:2] + page_hashes(every[1], tokens[8:], 4) == every
+    assert page_hashes(root_hash(), tokens[:3], 4) == []
 
 
 @settings(max_examples=200, deadline=None)

@@ -30,9 +30,15 @@ def root_hash(salt: str = "", adapter: str = "", rotation: int = 0) -> bytes:
     return digest.digest()
 
 
-def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of a full page: its tokens and everything before them."""
-    return hashlib.sha256(parent + array.array("q", tokens).tobytes()).digest()
+def page_hashes(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """Hashes of the full pages that begin behind `parent`, each of its tokens and everything before them."""
+    data = array.array("q", tokens)
+    width = data.itemsize * page_size
+    view, hashes = memoryview(data).cast("B"), []
+    for start in range(0, len(view) - width + 1, width):
+        parent = hashlib.sha256(parent + view[start : start + width]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 class PagePool:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.engine.blocks import PagePool, page_hash, root_hash
+from worker.engine.blocks import PagePool, page_hashes, root_hash
 from worker.engine.classes import preemptible
 from worker.engine.pace import Pace, Share
 from worker.ipc.messages import FinishReason
@@ -308,10 +308,9 @@ class Scheduler:
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Hashes of the first `count` pages, which are full of known tokens."""
         size, hashes = self.pool.page_size, request.hashes
-        while len(hashes) < count:
-            start = len(hashes) * size
+        if len(hashes) < count:
             parent = hashes[-1] if hashes else root_hash(request.cache_salt, rotation=request.first_row)
-            hashes.append(page_hash(parent, request.tokens[start : start + size]))
+            hashes += page_hashes(parent, request.tokens[len(hashes) * size : count * size], size)
         return hashes[:count]
 
     def _victim(self, grower: Request) -> Request:

@@ -93,18 +93,18 @@ class MaskWriter:
                 _write_one(constraint, mask)
         self._wary = time.perf_counter() - started > SLOW_STEP
         for constraint, mask in zip(constraints, masks):
-            self._complete(constraint, mask)
+            if constraint.matcher.is_error():
+                constraint.fail(readable(constraint.matcher.get_error()))
+            if constraint.error:
+                mask.fill(0xFFFFFFFF)
+        self._go_on(masks, [i for i, one in enumerate(constraints) if one.keeps_on and not one.error])
         return masks
 
-    def _complete(self, constraint: Constraint, mask: np.ndarray) -> None:
-        if constraint.matcher.is_error():
-            constraint.fail(readable(constraint.matcher.get_error()))
-        if constraint.error:
-            mask.fill(0xFFFFFFFF)
-        elif constraint.keeps_on:
-            others = mask & ~self._ends
-            if others.any():
-                mask[:] = others
+    def _go_on(self, masks: np.ndarray, places: list[int]) -> None:
+        """Take the ends out of these masks, where something else is left."""
+        if places:
+            others = masks[places] & ~self._ends
+            masks[places] = np.where(others.any(axis=1, keepdims=True), others, masks[places])
 
 
 def _write_one(constraint: Constraint, mask: np.ndarray) -> None:
