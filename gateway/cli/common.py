@@ -24,6 +24,7 @@ from gateway.usage.record import inert
 
 EXIT_STILL_RUNNING = 3
 DEFAULT_STATE_DIR = ".pagefleet"
+PATIENCE = 20.0  # seconds for answers that are there at once, unless the machine is busy
 ANSWER_WITHIN = 180.0  # seconds; some questions take a look at the sizes of models
 
 P = ParamSpec("P")
@@ -104,10 +105,18 @@ def _with_state_dir(file_flags: tuple[str, ...], command: Callable[P, None]) -> 
     return wrapped
 
 
+class Silent(Exception):
+    """A supervisor is there, and doesn't answer; the message says what a person can do."""
+
+
 def why_unreachable(state: StateDir, error: Exception) -> str:
     """What a person can do where no supervisor has answered."""
-    if isinstance(error, httpx.ReadTimeout):
-        return f"the supervisor in {state.root} hasn't answered in time; it goes on with what it was asked"
+    if isinstance(error, httpx.TimeoutException):
+        holder = state.holder or "unknown"
+        return (
+            f"the supervisor in {state.root} (process {holder}) doesn't answer: it is stopped, or the "
+            "machine is too busy; what it was asked it does when it goes on"
+        )
     if _is_denied(state):
         return f"the fleet in {state.root} is another user's, who alone may ask it (sudo -u USER)"
     return _none_up(state)
@@ -128,13 +137,24 @@ def _is_denied(state: StateDir) -> bool:
 
 
 def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | None:
-    """The supervisor's answer, None when no supervisor is up there."""
+    """The supervisor's answer, None when no supervisor is up there; the command ends when one is and doesn't
+    answer."""
+    try:
+        return ask_if_it_answers(state, method, path)
+    except Silent as error:
+        fail(str(error))
+
+
+def ask_if_it_answers(state: StateDir, method: str, path: str) -> FleetStatus | None:
+    """The supervisor's answer, None when no supervisor is up there; Silent when one is and doesn't answer."""
     # Certificates, which aren't needed, take long to load.
     transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
-    with httpx.Client(transport=transport, base_url="http://supervisor", timeout=10) as client:
+    with httpx.Client(transport=transport, base_url="http://supervisor", timeout=PATIENCE) as client:
         try:
             response = client.request(method, path)
             return msgspec.json.decode(response.content, type=FleetStatus)
+        except httpx.TimeoutException as error:
+            raise Silent(why_unreachable(state, error)) from None
         except (httpx.TransportError, OSError) as error:
             if isinstance(error, httpx.ConnectError) and _is_denied(state):
                 fail(why_unreachable(state, error))

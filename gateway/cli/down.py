@@ -10,7 +10,8 @@ from contracts.units import format_duration
 from gateway.cli.common import (
     EXIT_STILL_RUNNING,
     DurationParam,
-    ask_supervisor,
+    Silent,
+    ask_if_it_answers,
     fail,
     print_json,
     which_fleet,
@@ -30,14 +31,19 @@ from gateway.fleet.statedir import StateDir
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def down(state: StateDir, quick: bool, timeout: float, as_json: bool) -> None:
     """Stop the fleet: requests in flight end first. Not an error when none is up."""
-    status = ask_supervisor(state, "POST", f"/stop?quick={int(quick)}")
-    was_up = status is not None or state.systemd.exists()  # units go on without their supervisor
+    try:
+        status, silent = ask_if_it_answers(state, "POST", f"/stop?quick={int(quick)}"), False
+    except Silent as error:
+        status, silent = None, True
+        click.echo(f"pagefleet: {error}", err=True)
+    was_up = status is not None or silent or state.systemd.exists()  # units go on without their supervisor
     deadline = time.monotonic() + timeout
     while not _ended(state):
         if time.monotonic() > deadline:
-            pid = status.supervisor if status else "unknown"
+            pid = (status.supervisor if status else state.holder) or "unknown"
+            way_out = f"; where nothing else helps, `kill -9 {pid}` and `down` again end it" if silent else ""
             fail(
-                f"still stopping after {format_duration(timeout)} (supervisor is process {pid})",
+                f"still stopping after {format_duration(timeout)} (supervisor is process {pid}){way_out}",
                 EXIT_STILL_RUNNING,
             )
         time.sleep(0.1)

@@ -8,14 +8,12 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from gateway.cli.common import why_unreachable
+from gateway.cli.common import ANSWER_WITHIN, PATIENCE, why_unreachable
 from gateway.fleet.driver.asked import Plan, StartRequest
 from gateway.fleet.driver.routes import Failure, RolloutStatus
 from gateway.fleet.errors import EXIT_FAILED
 from gateway.fleet.rollout import Record
 from gateway.fleet.statedir import StateDir
-
-ANSWER_WITHIN = 180.0  # seconds; a start asks the memory ledger first
 
 T = TypeVar("T")
 
@@ -42,9 +40,7 @@ class Swaps:
     def __init__(self, state: StateDir) -> None:
         self._state = state
         transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
-        self._client = httpx.Client(
-            transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN, trust_env=False
-        )
+        self._client = httpx.Client(transport=transport, base_url="http://supervisor", trust_env=False)
 
     @property
     def comes_back(self) -> bool:
@@ -52,13 +48,13 @@ class Swaps:
         return self._state.systemd.exists()
 
     def plan(self, model: str, asked: StartRequest) -> Plan:
-        return self._ask("POST", f"{_path(model)}?dry_run=1", Plan, asked)
+        return self._ask("POST", f"{_path(model)}?dry_run=1", Plan, asked, within=ANSWER_WITHIN)
 
     def start(self, model: str, asked: StartRequest) -> RolloutStatus:
-        return self._ask("POST", _path(model), RolloutStatus, asked)
+        return self._ask("POST", _path(model), RolloutStatus, asked, within=ANSWER_WITHIN)
 
     def undo(self, model: str) -> RolloutStatus:
-        return self.command(model, "undo")
+        return self._ask("POST", f"{_path(model)}/undo", RolloutStatus, within=ANSWER_WITHIN)
 
     def command(self, model: str, command: str) -> RolloutStatus:
         return self._ask("POST", f"{_path(model)}/{command}", RolloutStatus)
@@ -68,7 +64,12 @@ class Swaps:
 
     def next(self, model: str, revision: int, seconds: float) -> RolloutStatus:
         """As soon as its revision is another one, or after so many seconds."""
-        return self._ask("GET", f"{_path(model)}?revision={revision}&wait={seconds:g}", RolloutStatus)
+        return self._ask(
+            "GET",
+            f"{_path(model)}?revision={revision}&wait={seconds:g}",
+            RolloutStatus,
+            within=PATIENCE + seconds,
+        )
 
     def all(self) -> list[RolloutStatus]:
         return self._ask("GET", "/rollouts", list[RolloutStatus])
@@ -76,10 +77,11 @@ class Swaps:
     def history(self, model: str) -> list[Record]:
         return self._ask("GET", f"{_path(model)}/history", list[Record])
 
-    def _ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
+    def _ask(self, method: str, path: str, kind: type[T], body: object = None, within: float = PATIENCE) -> T:
+        """`within`: a start or an undo asks the memory ledger first."""
         content = None if body is None else msgspec.json.encode(body)
         try:
-            response = self._client.request(method, path, content=content)
+            response = self._client.request(method, path, content=content, timeout=within or PATIENCE)
         except (httpx.HTTPError, OSError) as error:
             raise Unreachable(why_unreachable(self._state, error)) from None
         try:

@@ -14,12 +14,13 @@ from pathlib import Path
 import click
 
 from contracts.notify import Notifier
-from gateway.cli.common import ask_supervisor, fail, print_json, read_fleet
+from gateway.cli.common import Silent, ask_if_it_answers, fail, print_json, read_fleet
 from gateway.cli.display import SETTLED, Display
 from gateway.cli.reconfigure import change_instead
 from gateway.config import FleetFile
+from gateway.fleet.admin import FleetStatus
 from gateway.fleet.commands import PYTHON, Commands, slots_of
-from gateway.fleet.errors import EXIT_DEGRADED, EXIT_INVALID, FleetError
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_INVALID, FleetError
 from gateway.fleet.hosting import hosting_of
 from gateway.fleet.logs import open_log, tail
 from gateway.fleet.statedir import SUPERVISOR_LOG, StateDir
@@ -47,12 +48,20 @@ def up(file: str, detach: bool, dry_run: bool, as_json: bool, detached: bool) ->
     state = StateDir(fleet.supervisor.state_dir)
     if dry_run:
         _print_commands(fleet, as_json)
-    elif not detached and (running := ask_supervisor(state, "GET", "/status")) is not None:
+    elif not detached and (running := _running(state)) is not None:
         sys.exit(change_instead(state, running, fleet, file, as_json))
     elif detach:
         _run_detached(fleet, file, as_json)
     else:
         sys.exit(_run(fleet, as_json, detached))
+
+
+def _running(state: StateDir) -> FleetStatus | None:
+    """The fleet that is up in the state directory; the command ends where its supervisor doesn't say."""
+    try:
+        return ask_if_it_answers(state, "GET", "/status")
+    except Silent as error:
+        fail(f"a fleet is already up; {error}", EXIT_CONFLICT)
 
 
 def _run(fleet: FleetFile, as_json: bool, detached: bool) -> int:
@@ -111,7 +120,9 @@ def _follow_start(
     display = Display(fleet, lambda: url, as_json=as_json, detached=True)
     try:
         while process.poll() is None:
-            status = ask_supervisor(state, "GET", "/status")
+            status = None
+            with contextlib.suppress(Silent):  # a predecessor that hangs; the new one says so itself
+                status = ask_if_it_answers(state, "GET", "/status")
             if status is not None and status.supervisor == process.pid:
                 url = status.url
                 for unit in status.units:

@@ -42,6 +42,10 @@ class Observer:
         epochs = [_number(reading, (ROUTE_EPOCH,), -1.0) for reading in self._living()]
         return bool(epochs) and min(epochs) >= epoch
 
+    def latest_epoch(self) -> int:
+        """The latest that any gateway has ever shown, also one that is gone."""
+        return round(max((_number(one, (ROUTE_EPOCH,), 0.0) for _, one in self._readings()), default=0.0))
+
     def inflight(self, model: str, targets: Collection[str]) -> int:
         """Requests of all living gateways on these targets, as of their last sign of life."""
         return _sum(self._living(), INFLIGHT, model, targets)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.fleet.commands import Slot
+from gateway.fleet.errors import InvalidFleet
 from gateway.fleet.state import (
     FULL_WEIGHT,
     Routes,
@@ -59,15 +60,17 @@ class _Model:
 
 
 class Publisher:
-    """The one writer of the routes file. Epochs go on from what is on disk, so they grow over restarts.
+    """The one writer of the routes file. Epochs go on from what is on disk, so they grow over restarts, and
+    never from below `least`, which gateways already had: where the file was lost, a gateway that outlived it
+    would else seem to have applied what it hasn't read.
 
     `place` makes a slot known before `update` may report on it; models stay, without targets, until `forget`.
     """
 
-    def __init__(self, path: Path, slots: Iterable[Slot] = ()) -> None:
+    def __init__(self, path: Path, slots: Iterable[Slot] = (), least: int = 0) -> None:
         self._path = path
         self._before = _read_or_empty(path)
-        self._epoch = self._before.epoch
+        self._epoch = max(self._before.epoch, least)
         self._models: dict[str, _Model] = {}
         self._slots: dict[str, Slot] = {}
         self._written: tuple[int, int] | None = _identity(path)  # the file as we left it; None: to be written
@@ -241,3 +244,5 @@ def _read_or_empty(path: Path) -> RoutesFile:
         return read_routes(path)
     except msgspec.MsgspecError:  # not ours or from another version: it is replaced
         return RoutesFile()
+    except OSError as error:
+        raise InvalidFleet(f"{path} can't be read ({error.strerror}); move it away") from None

@@ -97,6 +97,14 @@ class StateDir:
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
 
+    @property
+    def holder(self) -> str:
+        """The process id that the lock's last owner has left in it, or nothing."""
+        try:
+            return (self.root / LOCK).read_text(errors="replace")[:32].strip()
+        except OSError:
+            return ""
+
     def is_ours(self) -> bool:
         """Whether the lock that is held is the one that others find."""
         try:

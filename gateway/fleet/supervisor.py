@@ -123,7 +123,8 @@ class Supervisor:
 
     async def run(self) -> int:
         """Runs the fleet; exit code 0 after a stop, 1 when nothing is left that could serve."""
-        self._publisher = Publisher(self.state.routes)
+        observer = Observer({slot: self.state.board(slot) for slot in self._gateways})
+        self._publisher = Publisher(self.state.routes, least=observer.latest_epoch())
         on_signal = self._leave.set if self._outlived else self.request_stop
         with _signals(on_signal):
             async with self._hosting.backend() as (backend, before):
@@ -131,8 +132,6 @@ class Supervisor:
                 self._workers = Workers(
                     units, self._publisher, self._commands, self.state, self._hosting.memory
                 )
-                boards = {slot: self.state.board(slot) for slot in self._gateways}
-                observer = Observer(boards)
                 self.rollouts = self._make_rollouts(self._workers, observer)
                 slugs = slugs_of(self._fleet.models)
                 self._applier = self._make_applier(units, observer, slugs)

@@ -251,6 +251,26 @@ def test_on_a_full_disk_nothing_begins_and_what_goes_on_waits_for_room(fleet: Fl
     assert [record.outcome for record in fleet.swaps.history("m")] == ["aborted", "completed"]
 
 
+def test_a_supervisor_that_stands_still_is_not_said_to_be_gone(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, apply: Any
+) -> None:
+    """Who hears that none is up starts another one."""
+    for name in ("common", "swap_client"):
+        monkeypatch.setattr(f"gateway.cli.{name}.PATIENCE", 0.5)
+    place = ["--state-dir", str(fleet.state.root)]
+    os.kill(fleet.pid, signal.SIGSTOP)
+    silent = f"(process {fleet.pid}) doesn't answer"
+    for words in ("status", "top", "swap status", "swap abort m", "chat m -p x"):
+        result = CliRunner().invoke(pagefleet, [*words.split(), *place])
+        assert (result.exit_code, silent in result.stderr) == (1, True), f"{words}: {result.output}"
+    result = apply(fleet)
+    assert (result.exit_code, silent in result.stderr) == (1, True), result.output
+    result = CliRunner().invoke(pagefleet, ["up", str(fleet.path)])
+    assert (result.exit_code, silent in result.stderr) == (6, True), result.output
+    result = CliRunner().invoke(pagefleet, ["down", "--timeout", "1s", *place])
+    assert (result.exit_code, f"`kill -9 {fleet.pid}`" in result.stderr) == (3, True), result.output
+
+
 def test_who_watches_sees_the_end_also_when_the_supervisor_is_killed_in_between(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_slowest_living_gateway_decides(shown: Shown, monkeypatch: pytest.Mo
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + FRESH_SECONDS + 0.1)
     assert (shown.observer.living(), shown.observer.applied(0)) == (frozenset(), False)
+    assert shown.observer.latest_epoch() == 9
 
 
 def test_requests_of_the_living_and_counts_of_all(shown: Shown) -> None:

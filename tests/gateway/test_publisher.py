@@ -9,6 +9,7 @@ import pytest
 
 from gateway.config import ModelEntry
 from gateway.fleet.commands import Slot
+from gateway.fleet.errors import InvalidFleet
 from gateway.fleet.publisher import Publisher, Split
 from gateway.fleet.state import Routes, read_routes, write_routes
 from gateway.fleet.unit import UnitState, UnitStatus
@@ -72,6 +73,15 @@ def test_epochs_grow_over_restarts(tmp_path: Path) -> None:
     write_routes(path, read_routes(path))
     second = publisher(path)
     assert second.epoch > first.epoch
+    path.write_text("{")
+    third = Publisher(path, least=second.epoch)
+    assert third.epoch == second.epoch, "what gateways have is no older than that"
+
+
+def test_routes_that_can_not_be_read_are_said(tmp_path: Path) -> None:
+    (tmp_path / "routes.json").mkdir()
+    with pytest.raises(InvalidFleet, match=r"routes\.json can't be read \(Is a directory\)"):
+        Publisher(tmp_path / "routes.json")
 
 
 # --- how users are split
