@@ -132,7 +132,7 @@ def with_tokens(proxies: TrustedProxies, state_dir: Path, settings: AuthSettings
 
     ring = KeyRing(state_dir / KEYS_FILE)
     log.info("auth: tokens of %s, and keys; %d known", settings.issuer, len(ring))
-    return Authenticator(proxies, ring, open_verifier(settings))
+    return Authenticator(proxies, ring, open_verifier(settings, state_dir))
 
 
 def _holder(ring: KeyRing, key: bytes) -> Identity:

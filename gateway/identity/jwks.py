@@ -2,7 +2,7 @@
 
 They are fetched from `jwks_url`, or from where the issuer's discovery document says (OpenID Connect Discovery
 1.0, RFC 8414); never from anything that a token says. While the issuer can't be reached, the keys known so
-far go on.
+far go on, also in a gateway that starts then.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import httpx
 import msgspec
 from joserfc.jwk import ECKey, JWKRegistry, OctKey, OKPKey, RSAKey
 
+from gateway.identity.kept_keys import KeptKeys
 from gateway.identity.urls import is_secure
 
 FETCH_SECONDS = 5.0
@@ -40,9 +41,10 @@ class IssuerUnusable(Exception):
 
 
 class SigningKeys:
-    """The keys of `issuer`, for one event loop; `run` keeps them fresh, every `cache` seconds."""
+    """The keys of `issuer`, for one event loop; `run` keeps them fresh, every `cache` seconds. `kept`: where
+    they are found again by the next process."""
 
-    def __init__(self, issuer: str, jwks_url: str | None, cache: float) -> None:
+    def __init__(self, issuer: str, jwks_url: str | None, cache: float, kept: KeptKeys | None = None) -> None:
         self.version = 0  # grows when the keys change
         self._issuer = issuer
         self._jwks_url = jwks_url
@@ -55,6 +57,7 @@ class SigningKeys:
         self._waiting = 0
         self._complaint = ""
         self._client = httpx.AsyncClient(timeout=FETCH_SECONDS)  # here: it takes 20 ms to load the CAs
+        self._kept = kept
 
     def find(self, kid: str | None, key_type: str) -> PublicKey | None:
         """The key of that id; without an id, the only one of that type. None when there is none, or which
@@ -88,6 +91,8 @@ class SigningKeys:
             await asyncio.wait([fetching], timeout=UNKNOWN_PAUSE + FETCH_SECONDS)
         finally:
             self._waiting -= 1
+        if not fetching.done():
+            self._recall()
         return fetching.done() and not self._complaint
 
     async def run(self) -> None:
@@ -125,7 +130,7 @@ class SigningKeys:
         try:
             async with asyncio.timeout(2 * FETCH_SECONDS):
                 document = await self._get(self._jwks_url or await self._discover())
-            keys = tuple(_usable_keys(document))
+            keys = tuple(_usable_keys(_listed(document)))
             if not keys:
                 raise IssuerUnusable("it has no key that signatures can be checked with")
         except (IssuerUnusable, httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
@@ -133,6 +138,7 @@ class SigningKeys:
             if reason != self._complaint:
                 log.error("the keys of %s can't be fetched: %s", self._issuer, reason)
             self._complaint = reason
+            self._recall()
             return
         if self._complaint or document != self._document:
             log.info("%d signing keys of %s", len(keys), self._issuer)
@@ -141,6 +147,18 @@ class SigningKeys:
         if document != self._document:
             self._document, self._keys = document, keys
             self.version += 1
+        if self._kept is not None:
+            self._kept.write([dict(key.as_dict(private=False)) for key in keys])
+
+    def _recall(self) -> None:
+        """The issuer can't be asked: without any keys, those of the process before this count."""
+        if self._keys or self._kept is None:
+            return
+        listed, age = self._kept.read()
+        self._keys = tuple(_usable_keys(listed))
+        if self._keys:
+            self._fetched_at = time.monotonic() - age
+            log.warning("%d signing keys of %s as they were %d s ago", len(self._keys), self._issuer, age)
 
     async def _discover(self) -> str:
         """The address of the keys by the issuer's own document, which must name the issuer itself."""
@@ -168,11 +186,16 @@ class SigningKeys:
             raise IssuerUnusable(f"{url} answers with something else than a JSON object") from None
 
 
-def _usable_keys(document: dict[str, Any]) -> Iterator[PublicKey]:
-    """The keys of a JWK set (RFC 7517) that signatures are checked with; others are left out."""
+def _listed(document: dict[str, Any]) -> list[Any]:
+    """The entries of a JWK set (RFC 7517)."""
     listed = document.get("keys")
     if not isinstance(listed, list) or len(listed) > MAX_KEYS:
         raise IssuerUnusable(f"its key set has no list of at most {MAX_KEYS} keys")
+    return listed
+
+
+def _usable_keys(listed: list[Any]) -> Iterator[PublicKey]:
+    """The keys of a JWK set that signatures are checked with; others are left out."""
     for entry in listed:
         try:
             key = _imported(entry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -21,6 +22,7 @@ from joserfc.jwt import JWTClaimsRegistry
 from gateway.identity import errors
 from gateway.identity.identity import MAX_USER, Identity, Priority
 from gateway.identity.jwks import SigningKeys
+from gateway.identity.kept_keys import KEPT_FILE, KeptKeys
 from gateway.identity.settings import AuthSettings
 
 MAX_TOKEN = 16 * 1024  # bytes
@@ -140,10 +142,11 @@ class TokenVerifier:
         return Identity(user, models=models, priority=priority)
 
 
-def open_verifier(settings: AuthSettings) -> TokenVerifier:
+def open_verifier(settings: AuthSettings, state_dir: Path) -> TokenVerifier:
     """For the issuer that the fleet file names."""
     issuer = settings.issuer or ""
-    return TokenVerifier(settings, SigningKeys(issuer, settings.jwks_url, settings.cache))
+    kept = KeptKeys(state_dir / KEPT_FILE, issuer, settings.jwks_url)
+    return TokenVerifier(settings, SigningKeys(issuer, settings.jwks_url, settings.cache, kept))
 
 
 def _claim(claims: dict[str, Any], name: str) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import hmac
 import json
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from gateway.config import ConfigError, load_fleet
 from gateway.identity import jwks, tokens
 from gateway.identity.authenticator import Authenticator, open_authenticator
 from gateway.identity.identity import Identity
+from gateway.identity.kept_keys import KEPT_FILE
 from gateway.identity.settings import AuthSettings
 from gateway.identity.store import KEYS_FILE, KeyStore
 from tests.gateway.oidc_issuer import AUDIENCE, DISCOVERY, KEYS, Issuer, ec, okp, rsa
@@ -399,6 +401,48 @@ async def test_old_keys_outlive_an_issuer_that_is_down(
             issuer.start()
         monkeypatch.setattr(jwks, "UNREACHABLE_LIMIT", 1000)
         assert (await ask(auth, issuer.token())).user == "alice"
+
+
+async def test_a_gateway_that_starts_while_the_issuer_is_down_knows_its_keys(
+    issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with checking(issuer, tmp_path) as auth:
+        await ask(auth, issuer.token())
+    kept = tmp_path / KEPT_FILE
+    assert kept.stat().st_mode & 0o777 == 0o600
+    issuer.stop()
+    try:
+        async with checking(issuer, tmp_path) as auth:
+            assert (await ask(auth, issuer.token())).user == "alice"
+            assert (await ask(auth, issuer.token(issuer.keys[1], "ES256"))).user == "alice"
+            await refusal(auth, issuer.token(aud="other"))
+        async with checking(issuer, tmp_path, jwks_url=issuer.url + "/other") as auth:
+            assert (await unavailable(auth, issuer.token())).code == "keys_unavailable"
+        monkeypatch.setattr(jwks, "UNREACHABLE_LIMIT", -1000)
+        async with checking(issuer, tmp_path) as auth:
+            await unavailable(auth, issuer.token())
+        monkeypatch.setattr(jwks, "UNREACHABLE_LIMIT", 1000)
+        good = kept.read_bytes()
+        others = good.replace(issuer.url.encode(), b"https://other.example")
+        assert others != good
+        for nonsense in (b"\xff", b"[" * 100_000, good[:-9], others):
+            kept.write_bytes(nonsense)
+            async with checking(issuer, tmp_path) as auth:
+                await unavailable(auth, issuer.token())
+    finally:
+        issuer.start()
+    async with checking(issuer, tmp_path) as auth:
+        assert (await ask(auth, issuer.token())).user == "alice"
+    shutil.rmtree(tmp_path)  # nowhere to keep them
+    async with checking(issuer, tmp_path) as auth:
+        assert (await ask(auth, issuer.token())).user == "alice"
+
+
+async def unavailable(auth: Authenticator, token: str) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        await ask(auth, token)
+    assert caught.value.status == 503
+    return caught.value
 
 
 async def test_an_issuer_that_is_down_at_the_start(issuer: Issuer, tmp_path: Path) -> None:
