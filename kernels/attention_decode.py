@@ -30,13 +30,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import pdl
 from kernels.batch import AttentionBatch
+from kernels.decode_join import MAX_SPLITS, join, join_splits_triton, split_blocks
 from kernels.decode_plan import FIELDS, plan_decodes_triton
-from kernels.pdl import begin, prefetch
+from kernels.pdl import prefetch
 from kernels.qk_norm import QkNorm
 
 LOG2_E = math.log2(math.e)
-MAX_SPLITS = 128
-JOINED = 32  # splits at a time
 FEW_SEQS = 8
 PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
 
@@ -76,43 +75,6 @@ def _rotated(
     return (b_x * b_cos + b_pair * b_sin).to(p_x.dtype.element_ty)
 
 
-@triton.jit
-def _join(
-    p_part, p_lse, parts, heads, o_m, o_d,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    AT_ONCE: tl.constexpr = 4,
-):  # fmt: skip
-    """Attention over all of a context from that over each of its parts."""
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for i in range(0, parts, AT_ONCE):
-        for j in tl.static_range(AT_ONCE):
-            i_p = (i + j) * heads
-            m_m = o_m < tl.where(i + j < parts, GROUP, 0)
-            m_md = m_m[:, None] & (o_d < HEAD_DIM)[None, :]
-            b_lse = tl.load(p_lse + i_p + o_m, mask=m_m, other=float("-inf"), cache_modifier=".cg")
-            p_x = p_part + i_p * HEAD_DIM + o_m[:, None] * HEAD_DIM + o_d[None, :]
-            b_x = tl.load(p_x, mask=m_md, other=0.0, cache_modifier=".cg")
-            b_new = tl.maximum(b_max, b_lse)
-            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_shrink, b_weight = tl.exp2(b_max - b_safe), tl.exp2(b_lse - b_safe)
-            b_sum = b_sum * b_shrink + b_weight
-            b_acc = b_acc * b_shrink[:, None] + b_x * b_weight[:, None]
-            b_max = b_new
-    return b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
-
-
-@triton.jit
-def _split(seq_len, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A context's first block, how many there are from it on, and how many of them a split takes."""
-    first_block = 0
-    if WINDOW > 0:
-        first_block = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N
-    blocks = (seq_len + BLOCK_N - 1) // BLOCK_N - first_block
-    return first_block, blocks, tl.maximum((blocks + splits - 1) // splits, 1)
-
-
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_kernel(
     p_q, p_new_k, p_new_v, p_cos_sin, p_q_weight, p_k_weight, eps, p_k, p_v, p_out, p_part, p_lse, p_arrived,
@@ -145,7 +107,7 @@ def _decode_kernel(
         seq_len = tl.load(p_seq_lens + i_b)
         if WINDOW > 0:
             first = tl.maximum(seq_len - WINDOW, 0)
-        first_block, _, blocks_per_split = _split(seq_len, splits, WINDOW, BLOCK_N)
+        first_block, _, blocks_per_split = split_blocks(seq_len, splits, WINDOW, BLOCK_N)
         lo = (first_block + tl.program_id(2) * blocks_per_split) * BLOCK_N
         hi = tl.minimum(lo + blocks_per_split * BLOCK_N, seq_len)
     if PLANNED and i_b < 0:
@@ -251,46 +213,10 @@ def _decode_kernel(
                     tl.store(p_count, 0)
                     p_part += i_first * heads * HEAD_DIM
                     p_lse += i_first * heads
-                    b_out = _join(p_part, p_lse, parts, heads, o_m, o_d, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+                    b_out = join(p_part, p_lse, parts, heads, o_m, o_d, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
                     tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
     else:
         tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_md)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _decode_combine_kernel(
-    p_part, p_lse, p_out, p_seq_lens, stride_ot, stride_oh, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    i_b = tl.program_id(0).to(tl.int64)
-    i_h = tl.program_id(1)
-    _, blocks, blocks_per_split = _split(tl.load(p_seq_lens + i_b), splits, WINDOW, BLOCK_N)
-    used = (blocks + blocks_per_split - 1) // blocks_per_split
-    begin(PDL)
-    o_d = tl.arange(0, BLOCK_D)
-    b_max = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_S], tl.float32)
-    b_acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for i in range(0, used, BLOCK_S):
-        o_s = i + tl.arange(0, BLOCK_S)
-        m_s = o_s < used
-        b_row = (i_b * splits + o_s) * HEADS + i_h
-        b_lse = tl.load(p_lse + b_row, mask=m_s, other=float("-inf"))
-        p_x = p_part + b_row[:, None] * HEAD_DIM + o_d[None, :]
-        b_x = tl.load(p_x, mask=m_s[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-        b_new = tl.maximum(b_max, b_lse)
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink, b_weight = tl.exp2(b_max - b_safe), tl.exp2(b_lse - b_safe)
-        b_sum = b_sum * b_shrink + b_weight
-        b_acc = b_acc * b_shrink[:, None] + b_x * b_weight[:, None]
-        b_max = b_new
-    top = tl.max(b_max, axis=0)
-    b_weight = tl.exp2(b_max - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(b_sum * b_weight, axis=0)
-    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    p_o = p_out + i_b * stride_ot + i_h * stride_oh + o_d
-    tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
 
 
 class Tile(NamedTuple):
@@ -412,9 +338,4 @@ def decode_attention_triton(
         maxnreg=tile.registers, **early,
     )  # fmt: skip
     if splits > 1 and few:
-        _decode_combine_kernel[(num_seqs, q_heads)](
-            parts, lse, out, batch.seq_lens, *out.stride()[:2], splits,
-            HEADS=q_heads, HEAD_DIM=dim, WINDOW=sliding_window, BLOCK_N=block_n,
-            BLOCK_S=min(JOINED, 8192 // block_d), BLOCK_D=block_d,
-            num_warps=4, **pdl.launch(device),
-        )  # fmt: skip
+        join_splits_triton(parts, lse, out, batch.seq_lens, splits, sliding_window, block_n)
