@@ -32,7 +32,7 @@ from kernels import pdl
 from kernels.batch import AttentionBatch
 from kernels.decode_join import MAX_SPLITS, join, join_splits_triton, split_blocks
 from kernels.decode_plan import FIELDS, plan_decodes_triton
-from kernels.pdl import prefetch
+from kernels.pdl import load_at_once, prefetch
 from kernels.qk_norm import QkNorm
 
 LOG2_E = math.log2(math.e)
@@ -41,19 +41,21 @@ PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
 
 
 @triton.jit
-def _prefetch_block(
+def _prefetch_blocks(
     p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first block of a program's keys and values."""
+    """The first blocks of a program's keys and values."""
     LINE: tl.constexpr = 1024 // p_k_head.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
-    o_n = tl.minimum(lo + tl.arange(0, BLOCK_N), hi - 1)
-    o_d = tl.arange(0, triton.next_power_of_2(LINES)) * LINE
-    b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
-    b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_d[None, :]
-    prefetch(p_k_head + b_at)
-    prefetch(p_v_head + b_at)
+    o_line = tl.arange(0, triton.next_power_of_2(LINES)) * LINE
+    for i in tl.static_range(BLOCKS):
+        if lo + i * BLOCK_N < hi:
+            o_n = tl.minimum(lo + i * BLOCK_N + tl.arange(0, BLOCK_N), hi - 1)
+            b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
+            b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_line[None, :]
+            prefetch(p_k_head + b_at)
+            prefetch(p_v_head + b_at)
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, PARTIAL: tl.constexpr,
     PLANNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, AHEAD: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_h = tl.program_id(0)
     first = 0
@@ -117,10 +119,9 @@ def _decode_kernel(
     p_v_head = p_v + i_h.to(tl.int64) * stride_h
     if PDL:  # lengths and tables are older than the step's first kernel, as are all keys but the last
         gdc_launch_dependents()
-        if lo < hi:
-            _prefetch_block(
-                p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p, HEAD_DIM, PAGE_SIZE, BLOCK_N
-            )
+        _prefetch_blocks(
+            p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p, HEAD_DIM, PAGE_SIZE, BLOCK_N, AHEAD
+        )
         gdc_wait()
     if PARTIAL and not PLANNED and lo >= hi:
         return  # who joins the splits knows how many a context has
@@ -174,7 +175,11 @@ def _decode_kernel(
             m_n = m_n & (o_n >= first)
         # Places that aren't the sequence's may hold anything: scores of such keys are masked, values are not
         # read.
-        b_page = tl.load(p_table + tl.minimum(o_n // PAGE_SIZE, last_page)).to(tl.int64)
+        p_entry = p_table + tl.minimum(o_n // PAGE_SIZE, last_page)
+        if DIRECT:
+            b_page = load_at_once(p_entry).to(tl.int64)
+        else:
+            b_page = tl.load(p_entry).to(tl.int64)
         b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_d[None, :]
         if HEAD_DIM == BLOCK_D:
             b_k = tl.load(p_k_head + b_at)
@@ -224,6 +229,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # a thread, at most
+    ahead: int = 1  # blocks fetched into the L2 cache before the predecessor has ended, where there are few
 
 
 class Rope(NamedTuple):
@@ -334,8 +340,8 @@ def decode_attention_triton(
         WINDOW=sliding_window, ROPE=rope is not None, NORM=norm is not None, PARTIAL=splits > 1 or not few,
         PLANNED=not few, PRECISION="ieee" if exact else "tf32",
         BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
-        BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=tile.registers, **early,
+        BLOCK_N=block_n, BLOCK_D=block_d, AHEAD=tile.ahead, DIRECT=early["PDL"],
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **early,
     )  # fmt: skip
     if splits > 1 and few:
         join_splits_triton(parts, lse, out, batch.seq_lens, splits, sliding_window, block_n)

@@ -33,6 +33,15 @@ def prefetch(pointers):
     )
 
 
+@triton.jit
+def load_at_once(pointers):
+    """Load int32 by an instruction of its own, which a loop's software pipeline takes for arithmetic: loads
+    from addresses that depend on it are as many iterations ahead as if those were known."""
+    return tl.inline_asm_elementwise(
+        "ld.global.s32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
 def launch(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch: PDL for `begin`, and Triton's own option."""
     return {"PDL": True, "launch_pdl": True} if supported(device) else {"PDL": False}
