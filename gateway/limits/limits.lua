@@ -154,36 +154,44 @@ end
 
 local operations = {}
 
+-- The one that is in every list, for each request: without calls for words.
 function operations.acquire()
-  local lease, ttl, rules = word(), word(), word()
-  local first, values, admitted = place, {}, true
+  local lease, ttl, rules = list[place + 1], list[place + 2], list[place + 3]
+  local first, values, admitted = place + 4, {}, true
+  local at = first
   for rule = 1, rules do
-    local kind, name = word(), word()
-    if kind == 'rate' then
-      local cost, unit, tolerance = word(), word(), word()
-      values[rule] = present_backlog(rate_of(name), unit, tolerance)
-      admitted = admitted and values[rule] + cost <= tolerance
+    local name, value = list[at + 1]
+    if list[at] == 'rate' then
+      local unit, tolerance = list[at + 3], list[at + 4]
+      value = present_backlog(rates[name] or rate_of(name), unit, tolerance)
+      admitted = admitted and value + list[at + 2] <= tolerance
+      at = at + 5
     else
-      local limit = word()
-      values[rule] = count(name, leases_of(name), ttl, limit - 1)
-      admitted = admitted and values[rule] < limit
+      value = count(name, leases[name] or leases_of(name), ttl, list[at + 2] - 1)
+      admitted = admitted and value < list[at + 2]
+      at = at + 3
     end
+    values[rule] = value
   end
+  place = at - 1
   reply(admitted and 1 or 0)
-  place = admitted and first or place
+  at = first
   for rule = 1, rules do
+    local value = values[rule]
     if admitted then
-      local kind, name, cost = word(), word(), word()
-      if kind == 'rate' then
-        values[rule] = values[rule] + cost
-        change_rate(rates[name], values[rule], word(), word())
+      local name = list[at + 1]
+      if list[at] == 'rate' then
+        value = value + list[at + 2]
+        change_rate(rates[name], value, list[at + 3], list[at + 4])
+        at = at + 5
       else
-        values[rule] = values[rule] + 1
-        leases[name].count = values[rule]
+        value = value + 1
+        leases[name].count = value
         add(leases[name], lease, ttl)
+        at = at + 3
       end
     end
-    reply(values[rule])
+    reply(value)
   end
 end
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gateway.limits.limiter import Charge, Granted, LimiterState, Refused, refusal, rules_of
 from gateway.limits.rules import MOST_OWED, LeaseRule, RateRule, Rule, present_backlog
@@ -83,10 +83,11 @@ class MemoryLimiter:
                     held[rule.key] = values[index]
         return admitted, values
 
-    def hold(self, rules: Sequence[Rule]) -> None:
-        """Counts slots that were granted elsewhere."""
-        for rule in rules:
-            if isinstance(rule, LeaseRule):
+    def recount(self, running: Iterable[Sequence[LeaseRule]]) -> None:
+        """From now on these slots are taken, granted here or elsewhere."""
+        self._held = {}
+        for rules in running:
+            for rule in rules:
                 self._held[rule.key] = self._held.get(rule.key, 0) + 1
 
     def drop(self, rules: Sequence[Rule], lease: str) -> None:

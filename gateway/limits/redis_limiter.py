@@ -22,6 +22,7 @@ from gateway.limits.limiter import (
 )
 from gateway.limits.memory import MemoryLimiter
 from gateway.limits.redis_channel import LAST_RETRY_S, RedisChannel, RedisFault
+from gateway.limits.redis_forms import Form, Forms
 from gateway.limits.redis_link import SCRIPT, Operation, RedisLink, slot_tag
 from gateway.limits.rules import SECOND, LeaseRule, RateRule, Rule, Scope, bounded
 
@@ -59,8 +60,10 @@ class RedisLimiter:
         self._ttl = lease_ttl
         self._ttl_us = math.ceil(lease_ttl * SECOND)
         self._prefix = prefix + ":"
+        self._forms = Forms(self._prefix)
         self._local = MemoryLimiter()
         self._local.gateways = gateways
+        self._counted = 0  # as of which fault the slots in memory are counted
         self._local_books = _LocalBooks(self._local, self)
         self._id = secrets.token_hex(8)
         self._numbers = itertools.count()
@@ -98,26 +101,24 @@ class RedisLimiter:
 
     async def acquire(self, charges: Sequence[Charge], tokens: int = 0) -> Granted | Refused | Unavailable:
         """One round trip (in a cluster one more for a model's limit)."""
-        rules = rules_of(charges, tokens)
-        if not rules:
+        form = self._forms.of_charges(charges, tokens)
+        if not form.rules:
             return Granted(self, (), (), "")
-        if self._channel.degraded:
+        if self._channel.reason is not None:
             return self._by_policy(charges, tokens)
         lease = f"{self._id}.{next(self._numbers)}"
-        checked: Sequence[Rule] = rules
+        checked: Sequence[Rule] = form.rules
         try:
             if self._link.is_cluster:
-                admitted, checked, values = await self._take_in_parts(rules, lease)
+                admitted, checked, values = await self._take_in_parts(form.rules, lease)
             else:
-                admitted, *values = await self._take(rules, lease)
+                admitted, *values = await self._take(form, lease)
         except RedisFault:
             return self._by_policy(charges, tokens)
         if not admitted:
             return refusal(checked, values)
-        leases = [rule for rule in checked if isinstance(rule, LeaseRule)]
-        if leases:
-            self._running[lease] = leases
-            self._local.hold(leases)
+        if form.leases:
+            self._running[lease] = form.leases
         return Granted(self, checked, values, lease)
 
     async def renew(self) -> None:
@@ -152,7 +153,8 @@ class RedisLimiter:
         """For `Granted`. While Redis is away the leases are kept in mind, and freed there later."""
         leases = self._running.pop(lease, None)
         if leases is not None:
-            self._local.drop(leases, lease)
+            if self._channel.reason is not None:
+                self._local.drop(leases, lease)
             if lease in self._only_here:
                 self._only_here.discard(lease)
             else:
@@ -160,7 +162,7 @@ class RedisLimiter:
 
     def _free(self, leases: Sequence[LeaseRule], lease: str) -> None:
         for rule in leases:
-            if self._channel.degraded:
+            if self._channel.reason is not None:
                 self._unfreed[rule.key, lease] = rule, time.monotonic() + self._ttl
             else:
                 self._channel.drop(self._prefix + rule.key, lease, rule)
@@ -170,6 +172,9 @@ class RedisLimiter:
             return Unavailable(LAST_RETRY_S)
         if self._on_error == "open":
             return Granted(self._local_books, (), (), "")
+        if self._counted != self._channel.faults:  # what runs since Redis was well counts here too
+            self._counted = self._channel.faults
+            self._local.recount(self._running.values())
         rules = rules_of(charges, tokens, self._local.gateways)
         admitted, values = self._local.take(rules)
         if not admitted:
@@ -193,7 +198,7 @@ class RedisLimiter:
         values: list[int] = []
         try:
             for part in parts.values():
-                flag, *found = await self._take(part, lease)
+                flag, *found = await self._take(self._forms.of_rules(part), lease)
                 if not flag:
                     self._undo(taken, lease)
                     return 0, part, found
@@ -204,15 +209,11 @@ class RedisLimiter:
             raise
         return 1, taken, values
 
-    async def _take(self, rules: Sequence[Rule], lease: str) -> list[int]:
+    async def _take(self, form: Form, lease: str) -> list[int]:
         """1 or 0, and what each rule stands at."""
-        keys: list[str] = []
-        words: list[str | int] = ["acquire", lease, self._ttl_us, len(rules)]
-        for rule in rules:
-            key = self._prefix + rule.key
-            keys.append(key)
-            words += rule.words(key)
-        operation = Operation(keys, words, 1 + len(rules), [lease], rules)
+        count = len(form.rules)
+        words = ["acquire", lease, self._ttl_us, count, *form.words]
+        operation = Operation(form.keys, words, 1 + count, [lease], form.rules)
         answer = self._channel.ask(operation)
         try:
             return await answer
