@@ -128,7 +128,10 @@ class Call:
             else:
                 self.granted.release()
         if self.bill is not None:
-            means.usage.close(self.bill, self._account)
+            if self.bill.usage is not None:
+                self._account(self.bill.usage)
+            else:
+                means.usage.close(self.bill, self._account)
         elif means.recorder is not None:
             means.recorder.add(self._record(None))
 

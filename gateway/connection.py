@@ -126,6 +126,10 @@ class Connection(asyncio.Protocol):
                 raise self._error
             await self._wait()
 
+    def at_hand(self) -> bytes:
+        """What `read` would return without waiting, if that is simple; else b""."""
+        return self._taken() if self._chunks and not self._paused else b""
+
     async def read(self) -> bytes:
         """All body bytes that came since the last call, at least one; b"" at the end.
 
@@ -170,12 +174,9 @@ class Connection(asyncio.Protocol):
         """Whether `read` would return bytes at once."""
         return bool(self._chunks)
 
-    async def _wait(self) -> None:
+    def _wait(self) -> asyncio.Future[None]:
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def finish(self) -> bool:
         """Ends the exchange; whether the connection may carry another one."""

@@ -135,13 +135,24 @@ class Exchange:
                 self._waiter = None
         return {"type": "http.disconnect"}
 
+    def whole_body(self, most: int) -> bytes | None:
+        """All of the body, if it has come and is not longer than that; else `receive` has it. It mostly has,
+        and this is a fraction of what `receive` takes."""
+        if not self._body_ended or self.buffered > most or self._expects_continue or self.disconnected:
+            return None
+        self._wire.body_taken()
+        self._body_ended = None
+        return self._taken_pieces()
+
     def _taken(self) -> Message:
-        pieces, self._pieces, self.buffered = self._pieces, [], 0
         more = not self._body_ended
         if not more:
             self._body_ended = None
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return {"type": "http.request", "body": body, "more_body": more}
+        return {"type": "http.request", "body": self._taken_pieces(), "more_body": more}
+
+    def _taken_pieces(self) -> bytes:
+        pieces, self._pieces, self.buffered = self._pieces, [], 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def send(self, message: Message) -> None:
         """Waits while the client doesn't take what it was sent. For one who has left, nothing is done."""
@@ -158,14 +169,22 @@ class Exchange:
         """A piece of the body, with all that `send` does."""
         if self._wire.write_paused:
             await self._wire.drain()
+        self.put(body, more)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether the client should be waited for, as `write` does and `put` doesn't."""
+        return self._wire.write_paused
+
+    def put(self, body: bytes, more: bool) -> None:
+        """A piece of the body, without waiting."""
         if not self.disconnected:
             self._write(body, more)
 
     def pass_on(self, piece: bytes) -> bool:
         """One more piece of a body that goes on, sent without waiting; False when the client should be waited
         for now."""
-        if not self.disconnected:
-            self._write(piece, True)
+        self.put(piece, True)
         return not self._wire.write_paused
 
     def _begin(self, status: int, headers: Headers, lines: bytes) -> None:

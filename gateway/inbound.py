@@ -134,14 +134,18 @@ def request_id(scope: Scope) -> bytes:
     return known
 
 
-async def read_body(receive: Receive, head: Head, max_body: int) -> bytes:
-    """The whole body, untouched. ApiError for what can't be served, ClientGone when the client leaves."""
+def check_framing(head: Head, max_body: int) -> None:
+    """ApiError for a body that can't be served, by what its head says."""
     if head.encoding is not None:
         raise unsupported_encoding(head.encoding)
     if not head.framed:
         raise length_required()
     if head.length is not None and head.length > max_body:
         raise body_too_large(max_body)
+
+
+async def read_body(receive: Receive, max_body: int) -> bytes:
+    """The whole body, untouched. ApiError when it is too long, ClientGone when the client leaves."""
     pieces: list[bytes] = []
     size = 0
     while True:

@@ -18,7 +18,7 @@ from gateway.call import Call, Means
 from gateway.identity.authenticator import Authenticator
 from gateway.identity.errors import KeysStale
 from gateway.identity.proxies import peer_of
-from gateway.inbound import ClientGone, parse_body, read_body, read_head
+from gateway.inbound import ClientGone, check_framing, parse_body, read_body, read_head
 from gateway.tracing import Tracer
 
 LINGER_BYTES = 8 * 1024**2
@@ -50,7 +50,11 @@ class Proxy:
                 except KeysStale:
                     who = await auth.authenticate_again(scope["headers"], peer_of(scope))
                 call.who = who
-            body = await read_body(receive, head, self.means.settings.max_body)
+            max_body = self.means.settings.max_body
+            check_framing(head, max_body)
+            body = call.exchange.whole_body(max_body)
+            if body is None:
+                body = await read_body(receive, max_body)
             body_read = True
             inbound = parse_body(body, scope)
             if who is None:

@@ -35,11 +35,14 @@ async def relay(call: Call, connection: Connection) -> bool:
         if stream is not None and not connection.pending:  # the first token may take long: the head goes now
             await exchange.write(b"", more=True)
         while True:
-            piece = await connection.read()
+            piece = connection.at_hand() or await connection.read()
             if call.first is None and call.status == 200:
                 call.first = time.perf_counter() - call.began
             last = connection.complete and not connection.pending
-            await exchange.write(piece, more=not last)
+            if exchange.held_up:
+                await exchange.write(piece, more=not last)
+            else:
+                exchange.put(piece, more=not last)
             if last:
                 broken = call.status == 200 and errors.ends_in_error(stream, exchange.tail, piece)
                 return call.status < 500 and not broken
