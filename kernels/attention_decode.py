@@ -38,6 +38,7 @@ from kernels.qk_norm import QkNorm
 LOG2_E = math.log2(math.e)
 FEW_SEQS = 8
 PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
+FEW_PROGRAMS_PER_SM = 4  # the same where there are few sequences
 
 
 @triton.jit
@@ -254,10 +255,15 @@ def _arrivals(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, context: int, block_n: int, multiprocessors: int) -> int:
-    """How many programs share a context of up to `context` tokens; nothing is read from the device."""
-    spare = PROGRAMS_PER_SM * multiprocessors // (num_seqs * num_kv_heads)
-    return max(1, min(spare, MAX_SPLITS, context // block_n))
+FEW_TILE = Tile(64, 4, 2, 128)
+MANY_TILE = Tile(64, 4, 2, 128)
+LARGE_TILE = Tile(32, 4, 3)  # for float32 and large heads
+
+
+def num_splits(num_seqs: int, num_kv_heads: int, context: int, block_n: int, programs: int) -> int:
+    """How many of so many programs share a context of up to `context` tokens; nothing is read from the
+    device."""
+    return max(1, min(programs // (num_seqs * num_kv_heads), MAX_SPLITS, context // block_n))
 
 
 def _slots(num_kv_heads: int, device: torch.device) -> int:
@@ -308,16 +314,17 @@ def decode_attention_triton(
     _, q_heads, dim = q.shape
     kv_heads, page_size = k_cache.shape[1:3]
     exact = q.dtype == torch.float32
-    if tile is None:
-        tile = Tile(32, 4, 3) if exact or dim > 128 else Tile(64, 4, 2, 128)
-    block_n, block_d = tile.block_n, triton.next_power_of_2(dim)
     few = num_seqs < FEW_SEQS
+    if tile is None:
+        tile = LARGE_TILE if exact or dim > 128 else FEW_TILE if few else MANY_TILE
+    block_n, block_d = tile.block_n, triton.next_power_of_2(dim)
     items = parts = lse = out
     count = num_seqs
     if few:
         context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
         if splits is None:
-            splits = num_splits(num_seqs, kv_heads, context, block_n, multiprocessors(device))
+            programs = FEW_PROGRAMS_PER_SM * multiprocessors(device)
+            splits = num_splits(num_seqs, kv_heads, context, block_n, programs)
         count, grid = num_seqs * splits, (kv_heads, num_seqs, splits)
     else:
         splits = 1

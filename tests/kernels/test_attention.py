@@ -210,11 +210,12 @@ def test_a_plan_covers_every_context_once_in_parts_of_a_fair_share(
 
 
 def test_splits_fill_the_device_once() -> None:
-    assert num_splits(256, 4, 32768, 64, 132) == 1
-    assert num_splits(1, 4, 32768, 64, 132) == 128
-    assert num_splits(32, 4, 32768, 64, 132) == 4
-    assert num_splits(1, 4, 130, 64, 132) == 2
-    assert num_splits(1, 4, 10, 64, 132) == 1
+    assert num_splits(7, 128, 32768, 64, 528) == 1
+    assert num_splits(1, 4, 32768, 64, 528) == 128
+    assert num_splits(1, 4, 32768, 64, 264) == 66
+    assert num_splits(7, 4, 32768, 64, 528) == 18
+    assert num_splits(1, 4, 130, 64, 528) == 2
+    assert num_splits(1, 4, 10, 64, 528) == 1
 
 
 @pytest.mark.parametrize("rot_dim", [64, 16])
