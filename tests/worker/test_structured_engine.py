@@ -270,6 +270,24 @@ def test_a_form_that_is_too_slow_to_follow_ends_alone(llm: LLM, monkeypatch: pyt
     assert llm.check_integrity() == ""
 
 
+def test_a_form_that_many_follow_is_compiled_again_and_gives_the_same(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of one matcher wait for each other."""
+    form = StructuredOutputs(regex="[a-z]{1,30}(, [a-z]{1,30}){3}[.]")
+    params = [drawn(form, seed=i) for i in range(14)]
+    alone = [text(llm.generate("The fleet", one)[0]) for one in params]
+    compiled = llm._engine._grammars
+    assert len(compiled._known[form]) == 1
+    monkeypatch.setattr(compiled, "_mask_threads", 3)
+    monkeypatch.setattr(compiled, "_writer", None)
+    for _ in range(2):
+        assert [text(result) for result in llm.generate(["The fleet"] * 14, params)] == alone
+    assert len(compiled._known[form]) == 3
+    assert not compiled.compiling
+    assert all(len(original) == 0 for original in compiled._known[form]), "answers that ended are forgotten"
+
+
 def test_compiled_forms_are_kept_up_to_a_number(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "_REMEMBERED", 3)
     forms = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(1, 6)]

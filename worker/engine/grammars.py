@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _REMEMBERED = 64  # compiled forms; one takes some megabytes ...
 _REMEMBERED_SECONDS = 10.0  # ... and more the longer it took: tens for each second of a processor
 _THREADS = 2  # that compile: one large form doesn't hold all others up
-_MASK_THREADS = 16  # at most
+_MASK_THREADS = 8  # at most
+_SHARERS = 4  # answers of one form that follow it with one matcher's copies, before there are more matchers
 _ENDLESS = 1 << 62
 
 
@@ -38,6 +39,19 @@ class _Compiled:
     matcher: LLMatcher | None
     error: str
     seconds: float  # of a processor, that it took
+
+
+class _Original:
+    """A compiled form, of which each answer gets a copy. Copies share llguidance's lexer and its lock: masks
+    of one original's copies are worked out one after the other, those of several side by side."""
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self.compiled = compiled
+        self.followers: weakref.WeakSet[Constraint] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Answers that follow it."""
+        return len(self.followers)
 
 
 class Grammars:
@@ -59,7 +73,8 @@ class Grammars:
         self._mask_threads = min(threads, _MASK_THREADS)
         self._ends: frozenset[int] = frozenset()
         self._writer: MaskWriter | None = None
-        self._known: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()  # the last used last
+        self._known: OrderedDict[StructuredOutputs, list[_Original]] = OrderedDict()  # the last used last
+        self._growing: set[StructuredOutputs] = set()  # one more original is on its way
         self._waiting: dict[StructuredOutputs, list[Request]] = {}
 
     @staticmethod
@@ -69,19 +84,19 @@ class Grammars:
 
     @property
     def compiling(self) -> bool:
-        """Whether requests wait for their constraints."""
-        return bool(self._waiting)
+        """Whether `ready` has something to take."""
+        return bool(self._waiting or self._growing)
 
     def begin(self, request: Request) -> bool:
         """Whether the request has its constraint now; else `ready` hands it out later."""
         form = request.params.structured_outputs
         assert form is not None
-        known = self._known.get(form)
-        if known is not None and known.matcher is not None:
+        originals = self._known.get(form, [])
+        if originals and originals[0].compiled.matcher is not None:
             self._constrain(request, form)
             return True
         if form not in self._waiting:
-            self._workshop.order(form, known)
+            self._workshop.order(form, originals[0].compiled if originals else None)
         self._waiting.setdefault(form, []).append(request)
         return False
 
@@ -97,21 +112,24 @@ class Grammars:
     def ready(self, wait: float = 0.0) -> list[tuple[Request, str]]:
         """Requests that have their constraints since the last call, or can't have one: then with the reason.
         Waits up to `wait` seconds for the first."""
-        if not self._waiting:
-            return []
         found: list[tuple[Request, str]] = []
-        while True:
+        while self.compiling:
             try:
                 compiled = self._workshop.collect(wait)
             except queue.Empty:
-                return found
+                break
             wait = 0.0
-            requests = self._waiting.pop(compiled.form)
-            self._known[compiled.form] = compiled
+            self._growing.discard(compiled.form)
+            requests = self._waiting.pop(compiled.form, [])
+            originals = self._known.get(compiled.form, [])
+            if originals and originals[0].compiled.matcher is None:
+                originals = []  # it was wrong
+            self._known[compiled.form] = [*originals, _Original(compiled)]
             for request in requests if compiled.matcher is not None else ():
                 self._constrain(request, compiled.form)
             self._forget_oldest()
             found += [(request, compiled.error) for request in requests]
+        return found
 
     def mask(self, requests: list[Request]) -> FormMask | None:
         """What may come next for those of the requests, a row each, whose answers must have a form and still
@@ -135,10 +153,10 @@ class Grammars:
 
     def _forget_oldest(self) -> None:
         """Down to as many compiled forms as are kept."""
-        seconds = sum(compiled.seconds for compiled in self._known.values())
+        seconds = sum(map(_seconds, self._known.values()))
         while len(self._known) > _REMEMBERED or seconds > _REMEMBERED_SECONDS:
             _, oldest = self._known.popitem(last=False)
-            seconds -= oldest.seconds
+            seconds -= _seconds(oldest)
 
     def _constrain(self, request: Request, form: StructuredOutputs) -> None:
         self._known.move_to_end(form)
@@ -147,9 +165,19 @@ class Grammars:
             self._ends = frozenset(table.eos_tokens)
             self._writer = MaskWriter(table.vocab_size, self._ends, self._mask_threads)
         keep_on = _ENDLESS if request.params.ignore_eos else request.params.min_tokens
-        matcher = self._known[form].matcher
+        originals = self._known[form]
+        least = min(originals, key=len)
+        if len(least) >= _SHARERS and len(originals) < self._mask_threads and form not in self._growing:
+            self._growing.add(form)
+            self._workshop.order(form)
+        matcher = least.compiled.matcher
         assert matcher is not None
-        request.constraint = Constraint(matcher.deep_copy(), self._ends, keep_on)
+        request.constraint = Constraint(matcher.deep_copy(), self._ends, keep_on, id(least))
+        least.followers.add(request.constraint)
+
+
+def _seconds(originals: list[_Original]) -> float:
+    return sum(original.compiled.seconds for original in originals)
 
 
 class _Workshop:
@@ -163,7 +191,7 @@ class _Workshop:
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._threads = 0
 
-    def order(self, form: StructuredOutputs, known: _Compiled | None) -> None:
+    def order(self, form: StructuredOutputs, known: _Compiled | None = None) -> None:
         """Have a form compiled, unless it is known what comes of that."""
         if known is not None:
             self._done.put(known)

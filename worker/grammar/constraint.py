@@ -26,12 +26,14 @@ class Constraint:
         matcher: before the first token; this answer's own.
         ends: tokens that end an answer, which they may where its form is complete.
         keep_on: an answer goes on while its form allows more, for this many tokens (min_tokens, ignore_eos).
+        family: the same for matchers that are copies of one.
     """
 
-    __slots__ = ("_count", "_keep_on", "ends", "error", "matcher")
+    __slots__ = ("__weakref__", "_count", "_keep_on", "ends", "error", "family", "matcher")
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], keep_on: int = 0) -> None:
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int], keep_on: int = 0, family: int = 0) -> None:
         self.matcher = matcher
+        self.family = family
         self.ends = ends
         self.error = ""
         self._keep_on = keep_on
@@ -84,7 +86,9 @@ class MaskWriter:
         masks = np.empty((len(constraints), self.words), np.uint32)
         started = time.perf_counter()
         if self._executor is not None and len(constraints) > 1 and not self._wary:
-            matchers = [(constraint.matcher, place) for place, constraint in enumerate(constraints)]
+            # A thread takes neighbours: those who wait for each other anyway.
+            order = sorted(range(len(constraints)), key=lambda place: constraints[place].family)
+            matchers = [(constraints[place].matcher, place) for place in order]
             self._executor.unsafe_compute_mask_ptr(
                 matchers, masks.ctypes.data, self.words * 4, len(constraints)
             )
