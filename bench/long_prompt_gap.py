@@ -56,9 +56,8 @@ def worker(shape: Path, device: str, threads: int, *options: str) -> Iterator[st
             process.wait(60)
 
 
-async def lines(path: str, request: str, **body: Any) -> AsyncIterator[bytes]:
-    """The lines of an answer's body, as they come."""
-    data = json.dumps(body).encode()
+async def lines(path: str, request: str, data: bytes = b"{}") -> AsyncIterator[bytes]:
+    """The lines of an answer's body, as they come. `data`: the request's, as JSON."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(f"{request} HTTP/1.1\r\nHost: worker\r\nContent-Length: {len(data)}\r\n".encode())
     writer.write(b"Connection: close\r\n\r\n" + data)
@@ -100,19 +99,22 @@ async def stream(path: str, seed: int, times: list[float]) -> None:
         "seed": seed,
         "max_tokens": 20_000,
     }
-    async for _ in lines(path, "POST /generate_stream", **body):
+    async for _ in lines(path, "POST /generate_stream", json.dumps(body).encode()):
         times.append(time.perf_counter())
 
 
 async def measure(path: str) -> dict[str, float]:
     await ready(path)
     every: list[list[float]] = [[] for _ in range(STREAMS)]
+    # Made before: meanwhile this process would read no stream.
+    long = json.dumps(
+        {"model": "m", "prompt": tokens(99, LONG), "max_tokens": 1, "ignore_eos": True}
+    ).encode()
     tasks = [asyncio.create_task(stream(path, i, times)) for i, times in enumerate(every)]
     while min(map(len, every)) < ALONE:
         await asyncio.sleep(0.05)
     sent = time.perf_counter()
-    body = {"model": "m", "prompt": tokens(99, LONG), "max_tokens": 1, "ignore_eos": True}
-    answer = [line async for line in lines(path, "POST /generate", **body)]
+    answer = [line async for line in lines(path, "POST /generate", long)]
     answered = time.perf_counter()
     for task in tasks:
         task.cancel()

@@ -3,12 +3,13 @@
     python -m bench.swap_gpu --out bench/results/swap_gpu_mps_h200.json
     python -m bench.swap_gpu --cpu --rounds 1        # a trial without a card: tiny models, no MPS
 
-Two models share the card. Users stream from both at a steady pace, and one of the models is swapped for
-itself: its new version loads beside the two, then takes over. A round is as long a time without a swap as the
-last swap took, and then a swap. Told for each way, for users of the swapped model and of the other one: first
-tokens without a swap, while the new version loads and is proven, and while both versions serve; failures; and
-how long each phase took. A way that can't be had (no MPS here) is named with the reason. On a card both ways
-take five minutes together; what isn't measured by `--limit` seconds is left out.
+Two models share the card, which is busy half of the time: what is full has no room for a third worker. Users
+stream from both at a steady pace, and one of the models is swapped for itself: its new version loads beside
+the two, then takes over. A round is as long a time without a swap as the last swap took, and then a swap.
+Told for each way, for users of the swapped model and of the other one: first tokens without a swap, while the
+new version loads and is proven, and while both versions serve; failures; and how long each phase took. A way
+that can't be had (no MPS here) is named with the reason. On a card both ways take five minutes together; what
+isn't measured by `--limit` seconds is left out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SWAPPED, OTHER = "swapped", "other"
 AIM = 1.2
 MPS = "nvidia-cuda-mps-control"
+WAYS = ("without_mps", "with_mps")
 READY_WITHIN = 150.0  # seconds; two starts on one card come one after the other
 LEAST_QUIET = 10.0
 PROMPT = 64  # tokens
@@ -226,10 +228,11 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="Tiny models, without a card.")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--users", type=int, default=24, help="Of each model.")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--think", type=float, default=0.5, help="Mean seconds between a user's requests.")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--think", type=float, default=2.0, help="Mean seconds between a user's requests.")
     parser.add_argument("--steps", default="50%,100%")
     parser.add_argument("--hold", type=float, default=3.0, help="Seconds on each step.")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--limit", type=float, default=330.0, help="Seconds of the whole.")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -238,8 +241,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # who is cut off leaves nothing behind
     began, host = time.monotonic(), {**machine.host(), "gpu": card()}
     result: dict[str, Any] = {"machine": host, "users_per_model": args.users, "aim_p99_ratio": AIM}
-    for turn, way in enumerate(("without_mps", "with_mps"), 1):
-        result[way] = one_way(way, args, began + args.limit * turn / 2)
+    for turn, way in enumerate(args.ways, 1):
+        result[way] = one_way(way, args, began + args.limit * turn / len(args.ways))
         result["seconds"] = round(time.monotonic() - began, 1)
         machine.publish(result, args.out)  # also what there is when the rest is cut off
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -89,7 +90,10 @@ class Engine:
         on_progress(Progress("kv_cache", 0, 1))
 
         def try_largest() -> None:
-            scratch = KvCache(config.source.config, 2, config.page_size, config.kv_dtype, config.device)
+            # Through one layer: the next one takes the same memory again, and on a card that others use too
+            # a step of this size through all of them is felt by everybody.
+            one_layer = replace(config.source.config, num_layers=1)
+            scratch = KvCache(one_layer, 2, config.page_size, config.kv_dtype, config.device)
             dry_run(model, scratch, [largest_step(config)])
 
         activations = activation_bytes(try_largest, config.device)

@@ -52,7 +52,7 @@ class DecodeGraphs:
     def capture(self, on_graph: Callable[[], None] = lambda: None) -> None:
         """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
         for size in reversed(self.sizes):
-            self._run(size)  # compiles what isn't compiled yet
+            self._run(size, layers=1)  # compiles and loads what isn't there yet: all layers launch the same
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
@@ -78,7 +78,7 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._logits[:count]
 
-    def _run(self, size: int, tokens: Tensor | None = None) -> None:
+    def _run(self, size: int, tokens: Tensor | None = None, layers: int | None = None) -> None:
         state = self._state
         inputs = self._inputs[:, :size]
         made = prepare_decode_triton(inputs, state.last_tokens, state.tables, state.page_size, UNREAD)
@@ -92,5 +92,6 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=state.tables.shape[1] * state.page_size,
         )
-        hidden = self._model.forward(made.tokens if tokens is None else tokens, batch, self._kv_cache.layers)
+        tokens = made.tokens if tokens is None else tokens
+        hidden = self._model.forward(tokens, batch, self._kv_cache.layers[:layers])
         self._model.compute_logits(hidden, out=self._logits[:size])

@@ -74,7 +74,7 @@ class MixedGraphs:
             parts.rows.fill_(self._state.padding_row)
             parts.sequence_rows.fill_(self._state.padding_row)
             self._buffer[: len(empty)] = empty.to(self._buffer.device)
-            self._run(size)  # compiles what isn't compiled yet
+            self._run(size, layers=1)  # compiles and loads what isn't there yet: all layers launch the same
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -130,7 +130,7 @@ class MixedGraphs:
         inputs.starts[first:] = count
         inputs.starts[first : first + prompts] = host.starts[decodes:-1]
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, layers: int | None = None) -> None:
         state = self._state
         inputs = self._split(self._buffer, size)
         tables = state.tables[inputs.sequence_rows]
@@ -145,4 +145,4 @@ class MixedGraphs:
             max_seq_len=tables.shape[1] * state.page_size,
         )
         tokens = state.tokens(inputs.rows, inputs.tokens)
-        self._hidden[:size] = self._model.forward(tokens, batch, self._kv_cache.layers)
+        self._hidden[:size] = self._model.forward(tokens, batch, self._kv_cache.layers[:layers])
