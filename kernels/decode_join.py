@@ -100,6 +100,6 @@ def join_splits_triton(
     _join_kernel[(count // splits, heads, triton.cdiv(dim, BLOCK_D))](
         parts, lse, out, seq_lens, *out.stride()[:2], splits,
         HEADS=heads, HEAD_DIM=dim, WINDOW=sliding_window, BLOCK_N=block_n,
-        BLOCK_S=max(MAX_SPLITS, triton.next_power_of_2(splits)), BLOCK_D=BLOCK_D,
+        BLOCK_S=max(16, triton.next_power_of_2(splits)), BLOCK_D=BLOCK_D,
         num_warps=4, **pdl.launch(parts.device),
     )  # fmt: skip
