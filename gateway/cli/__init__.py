@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,6 +42,17 @@ class _LazyGroup(click.Group):
         if args and args[0] not in _COMMANDS and not ctx.resilient_parsing and args[0][:1] != "-":
             raise click.exceptions.NoSuchCommand(args[0], possibilities=_COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """A fleet's files are its user's alone: whoever else comes is told who that is."""
+        try:
+            return super().invoke(ctx)
+        except PermissionError as error:
+            if error.filename is None:
+                raise
+            from gateway.cli.common import as_owner, fail
+
+            fail(f"{error.filename}: {error.strerror} ({as_owner(Path(error.filename).absolute())})")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The first sentence of each command's help, whole: lines are broken where click would cut them."""

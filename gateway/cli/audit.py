@@ -86,6 +86,8 @@ def tail(
 def _audit_file(state: StateDir) -> Path:
     try:
         file = msgspec.json.decode(state.config.read_bytes(), type=_Fleet).gateway.audit.file
+    except PermissionError:
+        raise
     except (OSError, msgspec.MsgspecError):
         fail(f"no fleet was up in {state.root}; --file or --state-dir names another", EXIT_INVALID)
     if file is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import pwd
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -118,8 +120,19 @@ def why_unreachable(state: StateDir, error: Exception) -> str:
             "machine is too busy; what it was asked it does when it goes on"
         )
     if _is_denied(state):
-        return f"the fleet in {state.root} is another user's, who alone may ask it (sudo -u USER)"
+        return f"the fleet in {state.root} is another user's, who alone may ask it ({as_owner(state.root)})"
     return _none_up(state)
+
+
+def as_owner(path: Path) -> str:
+    """The command that makes one the owner of a path, or of what of the way to it can be seen."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            owner = place.stat().st_uid
+            with contextlib.suppress(KeyError):
+                return f"sudo -u {pwd.getpwuid(owner).pw_name}"
+            return f"sudo -u '#{owner}'"
+    return "sudo -u USER"
 
 
 def _none_up(state: StateDir) -> str:

@@ -158,6 +158,8 @@ def _routes(fleet: FleetFile) -> RoutesFile:
         raise InvalidFleet(f"{path} isn't there: --per-model needs workers; start the fleet first")
     try:
         return read_routes(path)
+    except PermissionError:
+        raise
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidFleet(f"{path} can't be read: {error}") from None
 

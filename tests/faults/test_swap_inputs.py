@@ -97,7 +97,11 @@ def test_another_user_is_told_whose_fleet_it_is(fleet: Fleet) -> None:
         place = ["--state-dir", str(fleet.state.root)]
         assert CliRunner().invoke(pagefleet, [*words, *place]).exit_code == 0  # all is loaded from here on
         said = as_nobody([*words, *place])
-        assert re.search(r"^1 pagefleet: the fleet in .* is another user's", said), said
+        assert re.search(r"^1 pagefleet: the fleet in .* is another user's.*\(sudo -u root\)$", said), said
+    for command in ("logs m", "keys list", "limits get", "limits set model m --qps 1", "usage", "audit tail"):
+        assert CliRunner().invoke(pagefleet, [*command.split(), "--help"]).exit_code == 0
+        said = as_nobody([*command.split(), *place])
+        assert re.search(r"^1 pagefleet: .*: Permission denied \(sudo -u root\)$", said), f"{command}: {said}"
 
 
 def as_nobody(words: list[str]) -> str:
@@ -106,7 +110,8 @@ def as_nobody(words: list[str]) -> str:
     if (child := os.fork()) == 0:
         os.setuid(NOBODY)
         result = CliRunner().invoke(pagefleet, words)
-        os.write(writing, f"{result.exit_code} {result.output}".encode())
+        failure = "" if result.exception is None else repr(result.exception)
+        os.write(writing, f"{result.exit_code} {result.output or failure}".encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
