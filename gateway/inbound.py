@@ -56,7 +56,22 @@ class _Wanted(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"")
 
 
+class _Outline(msgspec.Struct):
+    """The same, with nothing decoded: of a large body, where any of it may be millions of objects."""
+
+    model: msgspec.Raw = msgspec.Raw(b"")
+    model_name: msgspec.Raw = msgspec.Raw(b"")
+    user: msgspec.Raw = msgspec.Raw(b"")
+    stream: msgspec.Raw = msgspec.Raw(b"")
+    n: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+
 _decoder = msgspec.json.Decoder(_Wanted)
+_outline_decoder = msgspec.json.Decoder(_Outline)
+_LARGE = 1 << 16  # bytes of a body
+_LONG = 4096  # bytes of a value that isn't text: more than any that is of use here
 
 
 @dataclass(slots=True)
@@ -179,13 +194,27 @@ def _decode(body: bytes) -> _Wanted:
     if not body or body.isspace():
         raise bad_request("The request body is empty; a JSON object is needed.", code="invalid_json")
     try:
-        return _decoder.decode(body)
+        return _decoder.decode(body) if len(body) <= _LARGE else _decode_large(body)
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _decode_large(body: bytes) -> _Wanted:
+    outline = _outline_decoder.decode(body)
+    values = {name: _value(getattr(outline, name)) for name in ("model", "model_name", "user", "stream", "n")}
+    return _Wanted(**values, prompt=outline.prompt, input=outline.input)
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """The value, or what is no value of use: it stays as it is."""
+    if not raw:
+        return None
+    text = bytes(raw)
+    return msgspec.json.decode(text) if text.startswith(b'"') or len(text) <= _LONG else raw
 
 
 def _model_name(wanted: _Wanted, scope: Scope) -> str:

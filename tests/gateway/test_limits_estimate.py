@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from contracts.errors import ApiError
 from gateway.inbound import MAX_SEQUENCES, parse_body
 from gateway.limits.estimate import COMPLETION, USUAL_ANSWER, reservation, sequences
 
@@ -98,6 +99,34 @@ def test_what_isnt_json_is_no_failure() -> None:
 )
 def test_sequences_are_answers_times_prompts(n: object, prompt: str, count: int) -> None:
     assert sequences(n, prompt.encode()) == count
+
+
+LONG = ["x" * 100] * 20_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"model": "m", "user": "u" * 5000, "stream": True, "n": 3}, ("m", "u" * 5000, True, 3)),
+        ({"model_name": "m", "user": [[]] * 9000, "stream": [{}] * 9000, "n": {}}, ("m", None, False, 1)),
+        ({"model": "m", "n": [[]] * 9000, "prompt": LONG}, ("m", None, False, MAX_SEQUENCES)),
+        ({"model": "m", "prompt": [[1, 2]] * 3, "n": 2}, ("m", None, False, 6)),
+    ],
+)
+def test_large_bodies_are_read_as_small_ones_are(fields: dict[str, Any], read: tuple[Any, ...]) -> None:
+    body = json.dumps({**fields, "messages": "x" * 100_000}).encode()
+    inbound = parse_body(body, {"path": "/v1/completions", "query_string": b""})
+    assert (inbound.model, inbound.user, inbound.streams, inbound.sequences) == read
+    for model in ([[]] * 9000, {"a": 1}, 5):
+        with pytest.raises(ApiError, match="must be a string") as refused:
+            parse_body(json.dumps({"x": LONG, "model": model}).encode(), {"query_string": b"", "path": "/"})
+        assert refused.value.code == "invalid_type"
+
+
+def test_many_texts_are_estimated_as_few_are() -> None:
+    few = [reservation(json.dumps({"prompt": LONG[:count]}).encode()) for count in (1, 100)]
+    many = reservation(json.dumps({"prompt": LONG}).encode())
+    assert many == pytest.approx(20_000 * (few[1] - few[0]) / 99, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.fake_engine import MODEL, FakeEngine, events, in_process, make_state
+from tests.worker.fake_engine import MODEL, POOLING_INFO, FakeEngine, events, in_process, make_state
 from tests.worker.random_models import SMALL
 from worker.engine.loop import Engine
 from worker.ipc.messages import EngineRequest, RequestOutput
@@ -60,6 +60,18 @@ class LateEngine(FakeEngine):
                 del self._running[request_id]
                 stream.put(RequestOutput(request_id, [], finish_reason="error", error="it waited", late=True))
         super().step()
+
+
+async def test_inputs_of_embeddings_wait_no_longer_than_that_either() -> None:
+    engine = LateEngine(info=POOLING_INFO)
+    async with in_process(make_state(engine)) as client:
+        body = {"model": MODEL, "input": ["a", "b"]}
+        late = await client.post("/v1/embeddings", json=body, headers={"x-request-timeout": "7"})
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "deadline_exceeded")
+    assert late.headers["x-pagefleet-refused"] == "late"
+    assert 0 < engine.submitted[0].deadline - time.monotonic() <= 7
+    assert engine.in_flight == 0
 
 
 async def test_a_late_request_is_a_503_that_may_go_elsewhere() -> None:

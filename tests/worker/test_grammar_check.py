@@ -14,7 +14,7 @@ import pytest
 from worker.grammar import check
 from worker.grammar.check import CheckerBusy, GrammarChecker
 from worker.grammar.checker import Settings
-from worker.grammar.compiling import MAX_GBNF, GrammarError
+from worker.grammar.compiling import MAX_GBNF, GrammarError, readable
 from worker.params import MAX_GRAMMAR, MAX_SCHEMA, ParamError, StructuredOutputs
 
 PATIENCE = 120.0  # seconds: the machine may be starved
@@ -84,6 +84,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "nested too deeply"),
     ({"grammar": "root ::= " + '"a" ' * (MAX_GBNF // 3)}, f"at most {MAX_GBNF} characters"),
     ({"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}, "too deeply"),
+    ({"json": {"allOf": [{"properties": {f"p{i}": {}}} for i in range(500)]}}, "smaller or less ambiguous"),
     ({"grammar": "start: start"}, "no answer can have this form"),
     ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
 ]
@@ -99,6 +100,20 @@ async def test_what_is_wrong_is_said(checker: GrammarChecker) -> None:
         found = await problem(checker, **fields)
         assert part in found, fields
         assert len(found) < 700
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "lexer error: too many states: 20000 >= 20000",
+        "Parser Error: Current row has 5999 items; max is 2000; consider making your grammar left-recursive",
+        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.precompute",
+    ],
+)
+def test_limits_of_the_library_are_told_with_the_way_out(error: str) -> None:
+    """Its own advice is for whoever calls it."""
+    told = readable(error)
+    assert told == f"it takes too much to follow ({error.split(';')[0]}); make it smaller or less ambiguous"
 
 
 async def test_what_takes_too_long_or_too_much_ends_the_process_not_the_server(

@@ -47,6 +47,14 @@ def test_all_spellings_of_a_prompt_are_the_same(llm: LLM) -> None:
     assert len({result.request_id for result in together}) == 4
 
 
+def test_masks_that_leave_nothing_are_the_requests_own_fault(llm: LLM) -> None:
+    params = SamplingParams(allowed_token_ids=[7, 8], structured_outputs={"regex": "[0-9]{4}"}, max_tokens=8)
+    with pytest.raises(ValueError, match="what it forbids leave none"):
+        llm.generate([[5, 6]], params)
+    assert llm.generate([[5, 6]], GREEDY)[0].finished
+    assert llm.check_integrity() == ""
+
+
 def test_hundreds_of_prompts_with_parameters_of_their_own(llm: LLM) -> None:
     """Far more than run at a time (8): each gets what it would get alone."""
     params = [SamplingParams(seed=i, max_tokens=1 + i % 5, ignore_eos=True) for i in range(300)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.worker.fake_engine import MODEL, POOLING_INFO, FakeEngine, eventually, in_process, make_state
+from worker.server import embeddings
 from worker.server.state import ServerState
 
 URL = "/v1/embeddings"
@@ -125,6 +126,16 @@ async def test_a_model_for_embeddings_does_not_answer(path: str, fields: dict[st
         assert not engine.submitted
         # Rollouts try every model by its next tokens.
         assert (await client.post("/generate", json={"model": MODEL, "prompt": "abc"})).status_code == 200
+
+
+@pytest.mark.parametrize("format", ["float", "base64"])
+async def test_many_vectors_are_written_on_a_thread(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    fields = {"input": [f"text {i}" for i in range(20)], "encoding_format": format}
+    few = (await ask(state_of(), **fields)).json()
+    monkeypatch.setattr(embeddings, "_MANY_NUMBERS", 1)
+    many = (await ask(state_of(), **fields)).json()
+    assert (many["data"], many["usage"]) == (few["data"], few["usage"])
+    assert many.keys() == few.keys()
 
 
 async def test_too_many_for_the_queue() -> None:

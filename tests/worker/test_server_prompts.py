@@ -171,6 +171,11 @@ async def test_refusals_say_what_would_do(monkeypatch: pytest.MonkeyPatch) -> No
     assert (await refused(prompt="a", prompt_logprobs=1, stream=True))[1].startswith(
         "prompt_logprobs can't be"
     )
+    monkeypatch.setattr(fitting, "MAX_PROMPT_TOKENS", 30)
+    param, message = await refused(prompt=["a" * 8] * 2, n=2)
+    assert param == "prompt"
+    assert "32 tokens together; at most 30" in message
+    monkeypatch.undo()
     monkeypatch.setattr(fitting, "MAX_ECHOED", 30)
     assert await refused(prompt=["a" * 8] * 2, echo=True, n=2) == (
         "echo", "echo would repeat 32 tokens; at most 30 are repeated in one answer",

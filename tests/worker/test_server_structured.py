@@ -170,4 +170,7 @@ async def test_what_only_the_engine_finds_is_a_400_too(state: ServerState) -> No
     state.engine = Refusing()
     response = await post(state, "/v1/completions", guided_regex="a")
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == "structured output: it can't be compiled"
+    error = response.json()["error"]
+    assert (error["message"], error["param"]) == (
+        "structured output: it can't be compiled", "guided_regex",
+    )  # fmt: skip

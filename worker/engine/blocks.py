@@ -101,7 +101,7 @@ class PagePool:
                 else:
                     self._empty.append(page)
 
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The cached pages of the longest known prefix of `hashes`. They aren't held yet: see `hold`."""
         pages = []
         for key in hashes:

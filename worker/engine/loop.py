@@ -353,6 +353,7 @@ class Engine:
         error = _FAILURES.get(token, "")
         if request.constraint is not None and request.constraint.error:
             error, output.refused = f"structured output: {request.constraint.error}", True
+        output.refused = output.refused or token == NOTHING_LEFT  # by the request's own masks
         if error:
             output.token_ids = []
             output.finish_reason = "error"

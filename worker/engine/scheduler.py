@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from worker.engine.blocks import PagePool, page_hashes, root_hash
@@ -273,7 +273,8 @@ class Scheduler:
     def _worth_waiting_for(self, request: Request, cached: int, computing: set[bytes]) -> bool:
         """Whether so many of the request's next pages are being computed for others already that it had
         better find them cached: of many equal prefixes that arrive together, one is computed."""
-        shared = itertools.takewhile(computing.__contains__, request.hashes[cached : self._readable(request)])
+        further = itertools.islice(self._chain(request, self._readable(request)), cached, None)
+        shared = itertools.takewhile(computing.__contains__, further)
         return sum(1 for _ in shared) * self.pool.page_size >= self.config.worth_waiting
 
     def _start(self, request: Request, cached: list[int], count: int) -> None:
@@ -296,7 +297,7 @@ class Scheduler:
         """Cached pages of the request's prefix. At most length - 1 tokens: one must run to give the next."""
         if not self.pool.prefix_cache:
             return []
-        return self.pool.find(self._hashes(request, self._readable(request)))
+        return self.pool.find(self._chain(request, self._readable(request)))
 
     def _readable(self, request: Request) -> int:
         """How many leading pages may come from the cache: tokens whose states are needed must run."""
@@ -312,6 +313,14 @@ class Scheduler:
             parent = hashes[-1] if hashes else root_hash(request.cache_salt, rotation=request.first_row)
             hashes += page_hashes(parent, request.tokens[len(hashes) * size : count * size], size)
         return hashes[:count]
+
+    def _chain(self, request: Request, count: int) -> Iterator[bytes]:
+        """The same one by one, not computed much further than they are asked for: most prompts that wait
+        differ from all cached ones within a page, and a thousand long ones would take a second."""
+        for place in range(count):
+            if place == len(request.hashes):
+                self._hashes(request, min(count, 2 * place + 8))
+            yield request.hashes[place]
 
     def _victim(self, grower: Request) -> Request:
         """Whose pages a running request gets: those of less urgent classes first, then the last of its own,

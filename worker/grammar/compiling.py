@@ -24,6 +24,8 @@ MAX_GBNF = 16_384  # characters; it is converted in Python
 _MAX_ERROR = 500  # characters of a message
 # Between two elements of a document. Without a bound, a small model may write nothing else.
 _WHITESPACE = r"[ \n\r\t]{1,24}"
+# Parts of llguidance's messages about its own limits, which its caller has set.
+_LIMITS = ("too many", "too large", "precomputation failed", "Current row has", "fuel")
 _NOTHING_MATCHES = "no answer can have this form"
 
 
@@ -60,6 +62,8 @@ def readable(error: str) -> str:
         return _NOTHING_MATCHES
     text = error.removesuffix("\n<non-verbose/>").strip()
     text = text.replace("Unimplemented keys:", "keywords that can't be enforced:")
+    if any(limit in text for limit in _LIMITS):
+        text = f"it takes too much to follow ({text.partition(';')[0]}); make it smaller or less ambiguous"
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]} ..."
 
 

@@ -30,7 +30,8 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     usage = check_stream_options(request.stream_options, bool(request.stream))
     tools = tool_use(chat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
-    await check_form(state, params, form_field(request) or "tools")
+    form = form_field(request) or "tools"
+    await check_form(state, params, form)
     check_sequences(state, 1, params.n)
     prompt = await render_chat(
         text,
@@ -63,6 +64,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         started=started,
         shown=plan.shown if plan is not None else (),
         patience=exchange.patience,
+        form_field=form if params.structured_outputs is not None else None,
     )
     try:
         generation.submit()

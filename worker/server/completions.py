@@ -11,7 +11,7 @@ from contracts.errors import bad_request
 from worker.server.completion_body import CompletionBody
 from worker.server.decoding import decode
 from worker.server.exchange import EventStream, Exchange
-from worker.server.fitting import check_echo, longest_prompt
+from worker.server.fitting import check_echo, longest_prompt, one_kind
 from worker.server.generation import Generation, check_sequences
 from worker.server.refusals import StreamUsage, check_stream_options
 from worker.server.sampling import sampling_params
@@ -33,15 +33,16 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     params = sampling_params(
         request, max_tokens=request.max_tokens, logprobs=request.logprobs, echo=bool(request.echo)
     )
-    await check_form(state, params, form_field(request) or "")
+    form = form_field(request) or ""
+    await check_form(state, params, form)
     prompts = _split(request.prompt)
     check_sequences(state, len(prompts), params.n)
-    tokens = [
-        await prompt_tokens(
-            text, prompt, add_special_tokens=request.add_special_tokens, limit=longest_prompt(params, info)
-        )
-        for prompt in prompts
-    ]
+    tokens = []
+    for prompt in prompts:
+        special, limit = request.add_special_tokens, longest_prompt(params, info)
+        tokens.append(await prompt_tokens(text, prompt, add_special_tokens=special, limit=limit))
+        if len(prompts) > 1:
+            await asyncio.sleep(0)  # a thousand prompts: other requests go on meanwhile
     generation = Generation(
         state,
         tokens,
@@ -56,6 +57,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
         id_prefix="cmpl-",
         started=started,
         patience=exchange.patience,
+        form_field=form if params.structured_outputs is not None else None,
         default_length=DEFAULT_MAX_TOKENS,
     )
     if request.echo:
@@ -90,12 +92,7 @@ def _split(prompt: Prompt) -> list[str | list[int]]:
         return [prompt]
     if not prompt:
         raise bad_request("prompt is empty: at least one token is needed", "prompt")
-    kinds = {type(item) for item in prompt}
-    if len(kinds) > 1:
-        raise bad_request("prompt mixes strings, token ids and lists of token ids; send one kind", "prompt")
-    if kinds == {int}:
-        return [[item for item in prompt if isinstance(item, int)]]
-    return [item for item in prompt if not isinstance(item, int)]
+    return one_kind(prompt, "prompt")
 
 
 async def _whole(

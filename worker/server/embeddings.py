@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 
 from contracts.errors import ApiError, bad_request, internal_error
 from worker.ipc.client import RequestStream
@@ -19,7 +18,8 @@ from worker.params import SamplingParams
 from worker.pooling import PoolingConfig, finish_vector
 from worker.server.decoding import decode
 from worker.server.exchange import Exchange
-from worker.server.generation import priority_of
+from worker.server.fitting import one_kind
+from worker.server.generation import priority_of, too_late
 from worker.server.not_offered import check_offered
 from worker.server.sampling import check_scheduling
 from worker.server.schemas import EmbeddingRequest, Prompt
@@ -27,6 +27,7 @@ from worker.server.state import ServerState, engine_dead
 from worker.server.text_model import TextModel, context_too_long
 
 MAX_INPUTS = 2048
+_MANY_NUMBERS = 1 << 16  # in an answer: some milliseconds
 _NOT_SAMPLED = SamplingParams()
 
 
@@ -45,26 +46,17 @@ async def embeddings(state: ServerState, exchange: Exchange) -> None:
         outputs = await job.collect()
     finally:
         job.close()
-    vectors = [finish_vector(output.pooled or b"", pooling, request.dimensions) for output in outputs]
-    as_base64 = request.encoding_format == "base64"
     count = sum(map(len, prompts))
-    await exchange.json(
-        {
-            "id": job.id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": state.model_name,
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _base64(vector) if as_base64 else vector.tolist(),
-                }
-                for index, vector in enumerate(vectors)
-            ],
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-        }
-    )
+    head = {"id": job.id, "object": "list", "created": int(time.time()), "model": state.model_name}
+    usage = {"prompt_tokens": count, "total_tokens": count}
+
+    def body() -> bytes:
+        data = [_entry(index, output, pooling, request) for index, output in enumerate(outputs)]
+        return msgspec.json.encode({**head, "data": data, "usage": usage})
+
+    # Millions of numbers take seconds to write: other requests go on meanwhile.
+    many = len(outputs) * pooling.size > _MANY_NUMBERS
+    await exchange.respond(await asyncio.to_thread(body) if many else body())
 
 
 class EmbeddingJob:
@@ -99,6 +91,7 @@ class EmbeddingJob:
                 priority=priority_of(request.priority or 0, service_class),
                 service_class=NORMAL if service_class is None else service_class,
                 pooling=pooling.type,
+                deadline=0.0 if exchange.patience is None else started + exchange.patience,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -157,6 +150,8 @@ class EmbeddingJob:
             return self._error
         if self._engine.state == "dead":
             return engine_dead()
+        if output.late:
+            return too_late(output)
         return internal_error(output.error or "The request was aborted.", "engine_error")
 
 
@@ -183,16 +178,12 @@ def _inputs(value: Prompt, most: int) -> list[str | list[int]]:
     """The inputs of a request: one string, one list of ids, or a list of either."""
     if isinstance(value, str):
         return [value]
-    kinds = {type(item) for item in value}
-    if len(kinds) > 1:
-        raise bad_request("input mixes strings, token ids and lists of token ids; send one kind", "input")
-    if kinds == {int}:
-        return [[item for item in value if isinstance(item, int)]]
-    if not 0 < len(value) <= most:
+    inputs = one_kind(value, "input") if value else []
+    if not 0 < len(inputs) <= most:
         raise bad_request(
-            f"input must hold 1 to {most} texts or lists of token ids, not {len(value)}", "input"
+            f"input must hold 1 to {most} texts or lists of token ids, not {len(inputs)}", "input"
         )
-    return [item for item in value if not isinstance(item, int)]
+    return inputs
 
 
 async def _tokens(
@@ -207,13 +198,20 @@ async def _tokens(
         tokens = item
     if not tokens:
         raise bad_request("input is empty: at least one token is needed", "input")
-    if max(tokens) >= info.vocab_size or min(tokens) < 0:
-        raise bad_request(f"token ids in input must be from 0 to {info.vocab_size - 1}", "input")
     limit = min(info.max_model_len, (info.num_pages - 1) * info.page_size)
     if len(tokens) > limit:
         raise context_too_long(str(len(tokens)), limit, "input")
+    if max(tokens) >= info.vocab_size or min(tokens) < 0:
+        raise bad_request(f"token ids in input must be from 0 to {info.vocab_size - 1}", "input")
     return tokens
 
 
-def _base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.tobytes()).decode()
+def _entry(
+    index: int, output: RequestOutput, pooling: PoolingConfig, request: EmbeddingRequest
+) -> msgspec.Raw:
+    """A vector as it is in the answer, written by itself: nobody waits for all of them."""
+    vector = finish_vector(output.pooled or b"", pooling, request.dimensions)
+    as_base64 = request.encoding_format == "base64"
+    written = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
+    entry = {"object": "embedding", "index": index, "embedding": written}
+    return msgspec.Raw(msgspec.json.encode(entry))

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import ApiError, internal_error
+from worker.server.body import check_contents
 from worker.server.exchange import ClientGone, Exchange
 from worker.server.refusals import route_not_found
 from worker.server.state import ServerState
@@ -87,10 +88,14 @@ class Endpoint:
     async def _work(self, exchange: Exchange, handler: Handler) -> None:
         await exchange.read_body(self._state.config.max_body)
         if not self._gated:
-            await handler(self._state, exchange)
+            await self._handle(exchange, handler)
             return
         with self._state.gate:
-            await _until_gone(exchange, handler(self._state, exchange))
+            await _until_gone(exchange, self._handle(exchange, handler))
+
+    async def _handle(self, exchange: Exchange, handler: Handler) -> None:
+        await check_contents(exchange.body)
+        await handler(self._state, exchange)
 
 
 async def _until_gone(exchange: Exchange, work: Awaitable[None]) -> None:

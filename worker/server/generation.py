@@ -78,6 +78,7 @@ class Generation:
         patience: seconds from `started` on within which the engine must have begun; None: it may wait.
         default_length: most tokens of an answer when the client sets no max_tokens; None: all that fit.
         shown: special tokens that are in the text though others aren't.
+        form_field: the request's field that says what the answer must look like, for error messages.
 
     Raises (on construction and submit): ApiError 400 when the request can't fit, 503 when the queue is full.
     """
@@ -100,6 +101,7 @@ class Generation:
         patience: float | None = None,
         default_length: int | None = None,
         shown: Collection[int] = (),
+        form_field: str | None = None,
     ) -> None:
         self._state = state
         self._engine, info, text = state.ready()
@@ -110,12 +112,13 @@ class Generation:
         self.params = params
         self._account = account
         self._trace = trace
+        self._form_field = form_field
         self._error: ApiError | None = None
         self._begun = self._closed = False
         fitted = fit_params(params, info, text)
         # The answers of one prompt share its log-probabilities; in a stream none waits for another's.
         scored = params.n if request.stream else 1
-        self.prompts = prompts = fit_prompts(prompts, fitted, info)
+        self.prompts = prompts = fit_prompts(prompts, fitted, info, param)
         deadline = 0.0 if patience is None else started + patience
         ends = text.tokenizer.eos_token_ids if text.tokenizer else ()
         self._sequences: list[_Sequence] = []
@@ -268,14 +271,19 @@ class Generation:
         if self._engine.state == "dead":
             return engine_dead()
         if output.refused:
-            return bad_request(output.error or "The request can't be served.")
+            return bad_request(output.error or "The request can't be served.", self._form_field)
         if output.late:
-            return unavailable(
-                f"This worker is busy: {output.error}; wait longer ({PATIENCE}), or try again.",
-                "deadline_exceeded",
-                headers={REFUSED: LATE},
-            )
+            return too_late(output)
         return internal_error(output.error or "The request was aborted.", "engine_error")
+
+
+def too_late(output: RequestOutput) -> ApiError:
+    """The answer to a request that has waited for as long as its client will."""
+    return unavailable(
+        f"This worker is busy: {output.error}; wait longer ({PATIENCE}), or try again.",
+        "deadline_exceeded",
+        headers={REFUSED: LATE},
+    )
 
 
 def priority_of(wanted: int, service_class: int | None) -> int:

@@ -38,7 +38,8 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
     state.check_model(request.model or request.model_name or exchange.query("model"))
     _, info, text = state.ready()
     params = sampling_params(request, max_tokens=request.max_tokens, logprobs=request.logprobs)
-    await check_form(state, params, form_field(request) or "")
+    form = form_field(request) or ""
+    await check_form(state, params, form)
     if params.n != 1:
         raise bad_request("n must be 1 here; /v1/completions gives several answers", "n")
     tokens = await prompt_tokens(
@@ -61,6 +62,7 @@ async def _generate(state: ServerState, exchange: Exchange, *, stream: bool) -> 
         id_prefix="gen-",
         started=started,
         patience=exchange.patience,
+        form_field=form if params.structured_outputs is not None else None,
         default_length=DEFAULT_MAX_TOKENS,
     )
     try:

@@ -42,7 +42,8 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
     tools = tool_use(flat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools)
     forced = tools is not None and tools.forced
-    await check_form(state, params, form_field(request) or ("tools" if forced else "text.format.schema"))
+    form = form_field(request) or ("tools" if forced else "text.format.schema")
+    await check_form(state, params, form)
     check_sequences(state, 1, params.n)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = with_effort(template_variables(request.chat_template_kwargs), effort)
@@ -65,6 +66,7 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         id_prefix="resp_",
         started=started,
         patience=exchange.patience,
+        form_field=form if params.structured_outputs is not None else None,
         shown=plan.shown,
     )
     response = _Response(state, request, tools, generation, plan, text.need_tokenizer("input"))

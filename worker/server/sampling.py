@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contracts.errors import bad_request
-from worker.params import ParamError, SamplingParams
+from worker.params import MAX_LOGIT_BIAS, ParamError, SamplingParams
 from worker.server.exchange import MAX_REQUEST_ID, usable_name
 from worker.server.not_offered import check_offered
 from worker.server.schemas import MAX_PRIORITY, MAX_SALT, Sampling
@@ -66,6 +66,10 @@ def _for_echo(wanted: int | None, logprobs: int | None, max_tokens: int | None) 
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise bad_request(
+            f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias"
+        )
     for token in bias:
         if not _TOKEN_ID.fullmatch(token):
             raise bad_request("The keys of logit_bias must be token ids.", "logit_bias")
