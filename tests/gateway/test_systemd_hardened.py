@@ -1,6 +1,7 @@
 """The system's units, with all that they are denied, in a user's manager: the system's is none for tests.
 
-What is untested by that is who runs them: another user than root, and polkit's rules for him.
+What is untested by that is that another user than root runs them; polkit's rules for him are asked of a real one in
+tests/gateway/test_systemd_polkit.py.
 """
 
 from __future__ import annotations
