@@ -1,7 +1,7 @@
 """The system's units, with all that they are denied, in a user's manager: the system's is none for tests.
 
-What is untested by that is that another user than root runs them; polkit's rules for him are asked of a real one in
-tests/gateway/test_systemd_polkit.py.
+Untested by that: that another user than root runs them. test_systemd_polkit.py asks a real polkit of the
+rules for him.
 """
 
 from __future__ import annotations
