@@ -58,6 +58,16 @@ class ClientProtocol(asyncio.Protocol):
     `silence`: seconds that may pass between two pieces of a body. The other arguments are uvicorn's.
     """
 
+    # More than thirty attributes, past which those of plain objects are no longer fast to reach.
+    __slots__ = (
+        "_app", "_asked", "_body_moved", "_body_since", "_body_size", "_client", "_coded", "_deadline",
+        "_default_headers", "_default_lines", "_drained", "_expects_continue", "_framing_size", "_gone",
+        "_head_open", "_head_size", "_headers", "_hosts", "_keep_alive", "_latest", "_leaving",
+        "_looked", "_odd_coding", "_parser", "_piece_size", "_queue", "_read_paused", "_refused",
+        "_running", "_server", "_server_state", "_silence", "_started", "_task", "_transport",
+        "_upgrade", "_url", "loop", "write_paused",
+    )  # fmt: skip
+
     def __init__(
         self,
         config: uvicorn.Config,

@@ -61,6 +61,15 @@ class UpstreamError(Exception):
 class Connection(asyncio.Protocol):
     """One connection to a worker and the exchange on it."""
 
+    # More than thirty attributes, past which those of plain objects are no longer fast to reach.
+    __slots__ = (
+        "_any_byte", "_buffered", "_busy", "_chunked", "_chunks", "_deadline", "_ends_at", "_error",
+        "_head_done", "_head_within", "_keep_alive", "_loop", "_moved_at", "_on_lost", "_parser",
+        "_paused", "_reset_by_worker", "_sink", "_timeouts", "_transport", "_waiter", "address",
+        "closed", "complete", "content_length", "content_type", "head_at", "lines", "refused", "reused",
+        "status", "usage",
+    )  # fmt: skip
+
     def __init__(
         self,
         address: str,
