@@ -2,11 +2,12 @@
 
     python -m bench.gateway_overhead --out bench/results/gateway_overhead.json
 
-Two cores: the proxy has one, worker (bench/fake_worker.py) and load generator (bench/http_load.py) share the
-other. Interleaved rounds, medians; proxies that aren't measured are stopped meanwhile. Requests and answers
-are the same for all, and every answer is checked. `added` is a proxy's percentile less that of the direct way
-in the same round. At the fixed rate, latencies count from the time a request was due. `cpu` is the processor
-time that the proxy itself took, by the kernel's count (ticks of 10 ms).
+Two cores: the proxy has one; worker (bench/fake_worker.py), load generator (bench/http_load.py) and the
+redis-server of pagefleet-full share the other. Interleaved rounds, medians; proxies that aren't measured are
+stopped meanwhile. Requests and answers are the same for all, and every answer is checked. `added` is a
+proxy's percentile less that of the direct way in the same round. At the fixed rate, latencies count from the
+time a request was due. `cpu` is the processor time that the proxy itself took, by the kernel's count (ticks
+of 10 ms).
 """
 
 from __future__ import annotations
