@@ -20,7 +20,7 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local list = cmsgpack.unpack(ARGV[1])
 local place, last = 0, #list
-local replies = {}
+local replies, said = {}, 0
 
 local function word()
   place = place + 1
@@ -28,7 +28,8 @@ local function word()
 end
 
 local function reply(value)
-  replies[#replies + 1] = value
+  said = said + 1
+  replies[said] = value
 end
 
 local function integer(value)
@@ -106,33 +107,35 @@ local function write_rate(name, rate)
   redis.call('SET', name, state, 'PX', integer(math.ceil(backlog / 1000) + 1000))
 end
 
--- Leases by key: {count, exact, ttl, added}; no count while nobody has asked; `added` are not written yet.
+-- Leases by key: {count, exact, ttl, added, size}; no count while nobody has asked; the `size` words in `added`
+-- are not written yet.
 local leases = {}
+local ends = {} -- by ttl, as they are written
 
 local function leases_of(name)
   local held = leases[name]
   if not held then
-    held = { added = {} }
+    held = { added = {}, size = 0 }
     leases[name] = held
   end
   return held
 end
 
 local function add(held, lease, ttl)
-  local added = held.added
-  added[#added + 1] = integer(now + ttl)
-  added[#added + 1] = lease
-  held.ttl = ttl
+  local added, size = held.added, held.size
+  ends[ttl] = ends[ttl] or integer(now + ttl)
+  added[size + 1], added[size + 2] = ends[ttl], lease
+  held.size, held.ttl = size + 2, ttl
 end
 
 local function write_leases(name, held)
-  local added = held.added
-  if #added > 0 then
-    for first = 1, #added, 1000 do -- as many as fit on the stack
-      on(name, 'ZADD', unpack(added, first, math.min(first + 999, #added)))
+  local size = held.size
+  if size > 0 then
+    for first = 1, size, 1000 do -- as many as fit on the stack
+      on(name, 'ZADD', unpack(held.added, first, math.min(first + 999, size)))
     end
     redis.call('PEXPIRE', name, integer(math.ceil(held.ttl / 1000) + 1000))
-    held.added = {}
+    held.size = 0
   end
 end
 
