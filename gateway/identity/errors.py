@@ -91,6 +91,10 @@ def token_malformed() -> ApiError:
     return _token_refused("it is neither a signed JWT nor an API key")
 
 
+def token_type() -> ApiError:
+    return _token_refused("it was made for something else than access")
+
+
 def token_algorithm(allowed: Iterable[str]) -> ApiError:
     return _token_refused(f"it must be signed with {' or '.join(allowed)}")
 

@@ -99,6 +99,8 @@ class TokenVerifier:
             raise errors.token_algorithm(self._settings.algorithms)
         if "crit" in header or not isinstance(kid, (str, type(None))):  # there is no extension we know
             raise errors.token_malformed()
+        if _is_for_something_else(header.get("typ")):
+            raise errors.token_type()
         key = self.keys.find(kid, _KEY_TYPES[algorithm[:2]])
         if key is None:
             raise errors.KeysStale(errors.signing_key_unknown())
@@ -147,6 +149,13 @@ def open_verifier(settings: AuthSettings, state_dir: Path) -> TokenVerifier:
     issuer = settings.issuer or ""
     kept = KeptKeys(state_dir / KEPT_FILE, issuer, settings.jwks_url)
     return TokenVerifier(settings, SigningKeys(issuer, settings.jwks_url, settings.cache, kept))
+
+
+def _is_for_something_else(kind: object) -> bool:
+    """Whether a header's `typ` is that of tokens that issuers sign for other ends, as logout+jwt or dpop+jwt
+    (RFC 8725, 3.11). Those of access are at+jwt (RFC 9068), plain JWT or without any."""
+    name = kind.lower() if isinstance(kind, str) else ""
+    return name.endswith("+jwt") and not name.endswith("at+jwt")
 
 
 def _claim(claims: dict[str, Any], name: str) -> Any:

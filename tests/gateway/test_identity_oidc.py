@@ -216,7 +216,8 @@ def part(value: Any) -> str:
     return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()
 
 
-async def test_forgeries(issuer: Issuer, tmp_path: Path) -> None:
+async def test_forgeries(issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jwks, "UNKNOWN_PAUSE", 0.2)
     good = issuer.token()
     head, payload, signature = good.split(".")
     confused = f"{part({'alg': 'HS256', 'kid': 'rsa-1'})}.{payload}"
@@ -240,6 +241,8 @@ async def test_forgeries(issuer: Issuer, tmp_path: Path) -> None:
         "critical extension": sign(
             issuer, json.dumps(issuer.claims()).encode(), {"crit": ["b64"], "b64": True}
         ),
+        "for something else": issuer.token(header={"typ": "logout+jwt"}),
+        "the same in full": issuer.token(header={"typ": "application/DPoP+JWT"}),
         "encrypted": f"{part({'alg': 'RSA-OAEP', 'enc': 'A128GCM'})}.a.b.c.d",
         "no JSON inside": sign(issuer, b"alice"),
         "a list inside": sign(issuer, b"[]"),
@@ -254,6 +257,8 @@ async def test_forgeries(issuer: Issuer, tmp_path: Path) -> None:
     }
     async with checking(issuer, tmp_path) as auth:
         assert await ask(auth, good) == Identity("alice")
+        for typ in ("at+jwt", "application/at+JWT", "jwt", None):
+            assert (await ask(auth, issuer.token(header={"typ": typ}))).user == "alice"
         for name, token in forged.items():
             error = await refusal(auth, token)
             assert error.message, name
