@@ -359,7 +359,7 @@ def _exit_end(child: Process, failure: str | None = None, was_ready: bool = Fals
         why = "did not start" if child.reason is None else child.reason
         return _End(f"{why}: {failure}", fatal)
     if fatal:
-        return _End("refused its configuration (exit code 2)", fatal)
+        return _End("refused its configuration (exit code 2)", fatal, by_itself=True)
     if child.reason is not None:
         return _End(child.reason)
     if code == 0 and was_ready:

@@ -112,6 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"fake {options.role} starts as {options.behaviour}", flush=True)
     if options.behaviour == "bad-configuration":
+        print("2026-01-02 03:04:05,678 ERROR m: the engine did not start: too long", file=sys.stderr)
         print("--max-model-len: must be at most 2048", file=sys.stderr)
         sys.exit(2)
     if options.behaviour == "crash":

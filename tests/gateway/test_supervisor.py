@@ -182,6 +182,7 @@ async def test_a_bad_configuration_fails_at_once_with_its_last_words(tmp_path: P
         await fleet.until_state("ok-0", "ready")
         unit = fleet.unit("bad-configuration-0")
         assert unit.log_tail[-1] == "--max-model-len: must be at most 2048"
+        assert unit.error == "refused its configuration (exit code 2): the engine did not start: too long"
         assert unit.restarts == 0
 
 

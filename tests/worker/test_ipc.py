@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -159,14 +161,18 @@ async def test_death_of_the_engine_reaches_everybody_who_waits():
             await client.call("ping")
 
 
-async def test_a_killed_engine_is_named_by_its_signal():
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "(signal 9)"), (signal.SIGBUS, "(signal 7, SIGBUS: a file that")],
+)
+async def test_a_killed_engine_is_named_by_its_signal(number, words):
     async with engine("slow") as client:
         await client.wait_ready()
         stream = client.submit(request("a", [1] * 50))
         await anext(stream)
-        client.kill()
+        os.kill(client.pid, number)
         outputs = [output async for output in stream]
-        assert "signal 9" in (outputs[-1].error or "")
+        assert words in (outputs[-1].error or "")
 
 
 async def test_a_failed_start_says_why():

@@ -295,6 +295,8 @@ class EngineClient:
             code = None
         if self.failure is None:
             how = "did not end" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+            if code == -signal.SIGBUS:
+                how += ", SIGBUS: a file that it reads was cut meanwhile, or its disk or memory fails"
             self.failure = f"the engine process has ended ({how})"
         self.state = "dead"
         streams = {**self._streams, **self._aborted}
