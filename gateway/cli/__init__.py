@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+_DENIED = (errno.EACCES, errno.EPERM)
 _COMMANDS = {
     "up": "gateway.cli.up:up",
     "down": "gateway.cli.down:down",
@@ -44,15 +47,17 @@ class _LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """A fleet's files are its user's alone: whoever else comes is told who that is."""
+        """What can't be read or written is said, and no traceback. A fleet's files are its user's alone:
+        whoever else comes is told who that is."""
         try:
             return super().invoke(ctx)
-        except PermissionError as error:
+        except OSError as error:
             if error.filename is None:
                 raise
             from gateway.cli.common import as_owner, fail
 
-            fail(f"{error.filename}: {error.strerror} ({as_owner(Path(error.filename).absolute())})")
+            owner = as_owner(Path(os.fsdecode(error.filename)).absolute())
+            fail(f"{error.filename}: {error.strerror}{f' ({owner})' if error.errno in _DENIED else ''}")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The first sentence of each command's help, whole: lines are broken where click would cut them."""

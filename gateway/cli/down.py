@@ -61,6 +61,8 @@ def _ended(state: StateDir) -> bool:
         state.acquire()
     except Conflict:
         return False
+    except FleetError as error:
+        fail(str(error), error.exit_code)
     try:
         reap(state.records)
         end_units(state)

@@ -38,7 +38,8 @@ class StateDir:
         self.versions = self.root / "versions.json"
         self.boards = self.run / "boards"  # or a link to where they are
         self._sockets_elsewhere = self.run / "sockets"  # names the directory, when that isn't `run`
-        self._elsewhere: Path | None = None
+        self._elsewhere: Path | None = None  # with mode 0700
+        self._longest = "admin.sock"
         self._lock: int | None = None
         self._is_new = False
 
@@ -140,13 +141,15 @@ class StateDir:
 
     def place_sockets(self, slots: Iterable[str]) -> None:
         """Sockets live in `run` if all their paths are short enough, else in a private directory."""
-        longest = max((f"{slot}{_LONGEST_GENERATION}" for slot in slots), key=len, default="admin.sock")
-        if len(os.fsencode(self.run / longest)) > MAX_SOCKET_PATH:
+        self._longest = max((f"{slot}{_LONGEST_GENERATION}" for slot in slots), key=len, default="admin.sock")
+        if len(os.fsencode(self.run / self._longest)) > MAX_SOCKET_PATH:
             self._place_elsewhere()
 
     def _place_elsewhere(self) -> None:
         if self._elsewhere is None or not self._elsewhere.is_dir():
-            self._elsewhere = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+            place = Path(tempfile.gettempdir())  # which TMPDIR may make a long path, too
+            room = MAX_SOCKET_PATH - len(os.fsencode(place / f"{_PREFIX}xxxxxxxx" / self._longest))
+            self._elsewhere = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place if room >= 0 else "/tmp"))
         self._sockets_elsewhere.write_text(str(self._elsewhere))
 
     def socket_problem(self, slot: str) -> str | None:

@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -345,6 +346,11 @@ def test_an_unusable_state_directory_is_named(tmp_path: Path) -> None:
     supervisor = Supervisor(load_fleet(fleet_file(tmp_path, "ok", state_dir=tmp_path / "file" / "state")))
     with pytest.raises(InvalidFleet, match=r"file/state can't be used: Not a directory"), supervisor.open():
         pass
+    state = tmp_path / "half"
+    (state / "run").mkdir(parents=True)
+    (state / "logs").touch()
+    said = CliRunner().invoke(pagefleet, ["down", "--state-dir", str(state)])
+    assert (said.exit_code, f"can't be used: File exists: {state / 'logs'}" in said.stderr) == (2, True)
 
 
 async def test_a_state_directory_that_somebody_removed_comes_back(tmp_path: Path) -> None:
@@ -378,7 +384,12 @@ async def test_a_state_directory_that_is_another_supervisors_by_now_is_left_to_i
         other.release()
 
 
-async def test_a_path_too_long_for_sockets_has_them_elsewhere(tmp_path: Path) -> None:
+async def test_a_path_too_long_for_sockets_has_them_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / ("longer" * 15)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # no way out either
     path = fleet_file(tmp_path, "ok", state_dir=tmp_path / ("long" * 25))
     async with running(path) as fleet:
         await fleet.until_state("ok-0", "ready")
