@@ -26,13 +26,14 @@ from gateway.__main__ import main as gateway_command
 from gateway.admission import open_limits
 from gateway.app import Gateway
 from gateway.cli import main as pagefleet
-from gateway.config import FleetFile, GatewaySettings, load_fleet
+from gateway.config import FleetFile, load_fleet
 from gateway.fleet.admin import admin_app
 from gateway.fleet.applying_routes import applying_routes
 from gateway.fleet.driver.routes import rollout_routes
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.identity.authenticator import open_authenticator
 from gateway.routes.openai import MODELS
+from gateway.settings import GatewaySettings
 from tests.conftest import ROOT
 from worker.config import WorkerConfig, read_config
 from worker.server import schemas

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from gateway.config import FleetFile, ModelEntry
+from gateway.config import FleetFile
 from gateway.fleet.changes import Job, Site, swap_request
 from gateway.fleet.commands import slots_for, slugs_of
 from gateway.fleet.driver.asked import SwapError
@@ -15,6 +15,7 @@ from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.reconcile import Plan, reconcile
 from gateway.fleet.rollout import Options
 from gateway.fleet.steps import Applying, Step
+from gateway.settings import ModelEntry
 
 log = logging.getLogger(__name__)
 

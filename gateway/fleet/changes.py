@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gateway.config import FleetFile, ModelEntry
+from gateway.config import FleetFile
 from gateway.fleet.commands import Slot, slots_for
 from gateway.fleet.driver.asked import StartRequest, SwapError
 from gateway.fleet.driver.peer import Lost, Peer, Refused, peers
@@ -26,6 +26,7 @@ from gateway.fleet.steps import Applying, Step, StepFailed
 from gateway.fleet.unit import Timing, Unit, UnitStatus
 from gateway.fleet.units import Units
 from gateway.fleet.workers import Workers
+from gateway.settings import ModelEntry
 
 TAKEN_WITHIN = 60.0  # seconds for gateways to take a new file, and for workers to take new names
 

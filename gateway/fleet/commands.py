@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from contracts.options import WorkerOptions
-from gateway.config import FleetFile, ModelEntry
+from gateway.config import FleetFile
+from gateway.settings import ModelEntry
 
 _LONGEST_SLUG = 40
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel
 
-from gateway.config import FleetFile, ModelEntry
+from gateway.config import FleetFile
+from gateway.settings import ModelEntry
 
 Effect = Literal[
     "live",  # taken over while everything runs

@@ -15,10 +15,10 @@ import msgspec
 from pydantic import ValidationError
 
 from contracts.options import WorkerOptions
-from gateway.config import ModelEntry
 from gateway.fleet.commands import Variant
 from gateway.fleet.rollout import Version
 from gateway.fleet.statedir import write_durably
+from gateway.settings import ModelEntry
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import httpx
 
 from gateway.admission import open_limits
 from gateway.app import Gateway
-from gateway.config import GatewaySettings, LimitSettings
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.identity.authenticator import open_authenticator
 from gateway.server import GatewayServer, listen, make_config
+from gateway.settings import GatewaySettings, LimitSettings
 from gateway.tracing import open_tracer
 from tests.gateway.fake_worker import FakeWorker
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from gateway.cli import main as pagefleet
 from gateway.cli import reconfigure
-from gateway.config import ModelEntry, load_fleet
+from gateway.config import load_fleet
 from gateway.fleet.changes import Job
 from gateway.fleet.leaving import Leaving
 from gateway.fleet.ledger import Ledger
@@ -27,6 +27,7 @@ from gateway.fleet.reconcile import reconcile
 from gateway.fleet.rollout import Options
 from gateway.fleet.steps import Applying
 from gateway.fleet.versions import entry_of, file_version
+from gateway.settings import ModelEntry
 from tests.gateway.swapping import TIMING, Swapping, swapping, users
 
 M = "{name: m, aliases: [nick], source: fake/ok, judge: {min_requests: 5}"

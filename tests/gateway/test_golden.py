@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Golden
 from gateway.fleet.driver.peer import Peer
 from gateway.fleet.driver.proof import Unproven, run_golden
+from gateway.settings import Golden
 from tests.worker.fake_engine import MODEL
 from tests.worker.talking import worker
 from worker.server.lifecycle import HttpServer, uvicorn_config

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from contracts.times import bucket_of, seconds_of
-from gateway.config import Judge as Limits
 from gateway.fleet.judge import Verdict, Window, judge, step_least
 from gateway.fleet.statistics import (
     binomial_tail,
@@ -19,6 +18,7 @@ from gateway.fleet.statistics import (
     quantile,
     rank_sum,
 )
+from gateway.settings import Judge as Limits
 
 LIMITS = Limits()  # 50 requests, 1 % errors, ×1.5 to the first token, ×1.3 per token
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from gateway import accounting
-from gateway.config import LimitSettings
 from gateway.limits.bounds import Bounds
 from gateway.limits.overrides import FILE, OverridesFile
 from gateway.limits.rules import MINUTE
+from gateway.settings import LimitSettings
 from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, target, until
 from tests.worker.fake_engine import MODEL, FakeEngine, make_state, serving
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ModelEntry
 from gateway.fleet.commands import Slot
 from gateway.fleet.errors import InvalidFleet
 from gateway.fleet.publisher import Publisher, Split
 from gateway.fleet.state import Routes, read_routes, write_routes
 from gateway.fleet.unit import UnitState, UnitStatus
+from gateway.settings import ModelEntry
 
 ENTRY = ModelEntry(name="m", source="org/name")
 

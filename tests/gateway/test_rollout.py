@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.config import Judge
 from gateway.fleet.judge import Verdict, Window, judge
 from gateway.fleet.rollout import (
     Options,
@@ -23,6 +22,7 @@ from gateway.fleet.rollout import (
 )
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.facts import UNSTEADY
+from gateway.settings import Judge
 
 OLD, NEW = Version(source="old.gguf"), Version(source="new.gguf", worker={"max_num_seqs": 8})
 PASS, HOLD, FAIL = (

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from contracts.times import seconds_of
-from gateway.config import Golden, Judge, ModelEntry
 from gateway.fleet.driver import comparing, judging, measure, probing, proof
 from gateway.fleet.driver import driver as driving
 from gateway.fleet.driver.measure import Probes, Sample, since
@@ -24,6 +23,7 @@ from gateway.fleet.judge import Verdict, Window, step_least
 from gateway.fleet.rollout import Options, Rollout, Version, record_of
 from gateway.fleet.rollout import events as e
 from gateway.fleet.versions import Running, Versions, file_version
+from gateway.settings import Golden, Judge, ModelEntry
 from tests.gateway.redis_server import RedisServer
 
 LIMITS = Judge(min_requests=10)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.config import Timeouts
 from gateway.connection import HIGH_WATER, Connection, UpstreamError
+from gateway.settings import Timeouts
 from gateway.upstream import Upstream, parse_address
 from tests.gateway.fake_worker import FakeWorker, sse_event
 from tests.gateway.rig import until

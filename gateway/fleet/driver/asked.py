@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from contracts.options import WorkerOptions
 from contracts.units import format_duration
-from gateway.config import ModelEntry
 from gateway.config_check import check_paths, describe
 from gateway.fleet.errors import EXIT_CONFLICT, EXIT_INVALID
 from gateway.fleet.ledger import Place, Worker
 from gateway.fleet.rollout import Options, Refusal, Version
 from gateway.fleet.rollout.commands import EXIT_MISFIT
 from gateway.fleet.versions import options_of
+from gateway.settings import ModelEntry
 
 
 class SwapError(Exception):

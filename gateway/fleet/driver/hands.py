@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.config import Judge
 from gateway.fleet.commands import Slot
 from gateway.fleet.driver.judging import Judging
 from gateway.fleet.driver.memory import until_free
@@ -21,6 +20,7 @@ from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Side
 from gateway.fleet.unit import Timing, UnitState, UnitStatus
 from gateway.fleet.workers import Workers, gpus_of
+from gateway.settings import Judge
 
 POLL = 0.1  # seconds between looks at states and boards
 RESTORE_TRIES = 3  # crashes of the old version, started again, that say it can't be

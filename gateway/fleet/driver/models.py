@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.config import ModelEntry
 from gateway.fleet.commands import Slot, Variant, other, slots_for, slugs_of
 from gateway.fleet.driver.asked import SwapError
 from gateway.fleet.driver.driver import Driver
@@ -22,6 +21,7 @@ from gateway.fleet.rollout.model import Side
 from gateway.fleet.state import FULL_WEIGHT
 from gateway.fleet.versions import Running, Versions, can_run, entry_of, file_version
 from gateway.fleet.workers import Workers
+from gateway.settings import ModelEntry
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.config import Golden
 from gateway.fleet.driver.peer import Lost, Peer, Refused
+from gateway.settings import Golden
 
 WARM_UP_LENGTHS = (8, 64, 512)  # tokens
 WARM_UP_AT_ONCE = 4

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
-from gateway.config import FleetFile, ModelEntry
+from gateway.config import FleetFile
 from gateway.fleet.driver.asked import Plan, StartRequest, SwapError, new_version
 from gateway.fleet.driver.driver import Driver
 from gateway.fleet.driver.hands import Hands, Site, Team
@@ -24,6 +24,7 @@ from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Side
 from gateway.fleet.unit import UnitStatus
 from gateway.fleet.versions import Versions, can_run, entry_of
+from gateway.settings import ModelEntry
 
 log = logging.getLogger(__name__)
 
