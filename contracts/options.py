@@ -31,9 +31,17 @@ class WorkerOptions(BaseModel):
     chat_template: str | None = Field(
         None, description="Path of a Jinja chat template, if not the model's own."
     )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "phi4_mini_json", "mistral"] = Field(
-        "auto", description="How the model writes tool calls; auto: as its chat template shows."
-    )
+    tool_call_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "llama4_pythonic",
+        "pythonic",
+        "phi4_mini_json",
+        "mistral",
+    ] = Field("auto", description="How the model writes tool calls; auto: as its chat template shows.")
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
         "auto", description="How the model writes its reasoning; auto: as its chat template shows."
     )

@@ -30,9 +30,21 @@ WORKER_ALLOWED = {
     "plan": {"engine", "weights"},
     "outputs": {"text", "ipc", "params"},
     "prompting": {"outputs", "text", "ipc", "params", "weights"},
-    "llm": {"spellings", "prompting", "outputs", "engine", "text", "ipc", "params", "weights", "embed"},
+    "llm": {
+        "spellings",
+        "prompting",
+        "outputs",
+        "engine",
+        "text",
+        "ipc",
+        "params",
+        "weights",
+        "embed",
+        "loading_bar",
+    },
     "async_llm": {"spellings", "prompting", "outputs", "text", "ipc", "params", "weights"},
     "embed": {"engine", "ipc", "params", "pooling"},
+    "loading_bar": {"ipc"},
 }
 
 

@@ -23,6 +23,7 @@ from worker.embed import EmbeddingRequestOutput, embed_all
 from worker.engine.config import resolve
 from worker.engine.loop import Engine
 from worker.ipc.messages import EngineInfo, EngineStats
+from worker.loading_bar import LoadingBar
 from worker.outputs import Answer, CompletionOutput, RequestOutput
 from worker.params import SamplingParams
 from worker.prompting import Message, Prepared, Prompt, Prompting, as_list, conversations, each
@@ -36,6 +37,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 class LLM:
     """A model to generate with, in this process. Not thread safe; one call runs at a time.
 
+    While it loads, a line on stderr shows how far it is, where that is a terminal.
+
     Args:
         model: directory, GGUF file, hub id or random:CONFIG.json.
         options: the worker's options by name, e.g. max_model_len=4096, max_num_seqs=64.
@@ -48,9 +51,10 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self._loaded: Engine | None = None
         parsed = WorkerOptions.model_validate(options_of(options))
-        source = resolve_source(model, revision=parsed.revision)
-        self._prompting = Prompting(source, parsed)
-        self._loaded = Engine.load(resolve(source, parsed, self._prompting.vocab_limit))
+        with LoadingBar(model) as bar:
+            source = resolve_source(model, bar.downloading, parsed.revision)
+            self._prompting = Prompting(source, parsed)
+            self._loaded = Engine.load(resolve(source, parsed, self._prompting.vocab_limit), bar.show)
         self._prompting.info = self._loaded.info
         self._ids = itertools.count()
 

@@ -81,6 +81,16 @@ def test_forced_calls(scripted: OpenAI, tool_choice: Any) -> None:
     said = f'[{{"name": "get_weather", "parameters": {COLOGNE}}}]' if tool_choice == "required" else COLOGNE
     answer = create(scripted, said, tool_choice=tool_choice)
     assert calls_of(answer) == [("get_weather", COLOGNE)]
+    assert answer.choices[0].finish_reason == ("tool_calls" if tool_choice == "required" else "stop")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(scripted: OpenAI, mode: str) -> None:
+    said = WEATHER if mode == "auto" else f'[{{"name": "get_weather", "parameters": {COLOGNE}}}]'
+    listed = [{"type": "function", "function": {"name": "get_weather"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+    answer = create(scripted, said, tool_choice=choice)
+    assert calls_of(answer) == [("get_weather", COLOGNE)]
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
@@ -169,7 +179,7 @@ def test_a_real_model_calls_what_it_must(client: OpenAI, stream: bool) -> None:
             answer = chunks.get_final_completion()
     else:
         answer = api.create(**asked)
-    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].finish_reason == ("tool_calls" if stream else "stop")
     ((name, arguments),) = calls_of(answer)
     schemas = {"get_weather": FORCED["function"]["parameters"], "now": {"additionalProperties": False}}
     jsonschema.validate(json.loads(arguments), schemas[name])

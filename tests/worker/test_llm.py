@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rich
+from rich.console import Console
 
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
-from worker import LLM, SamplingParams
+from worker import LLM, SamplingParams, loading_bar
 from worker.engine.loop import Engine
+from worker.ipc.messages import Progress
 
 OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_memory_bytes": "8MiB", "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -169,6 +173,30 @@ def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(model: st
     first.close()
     with LLM(model, **OPTIONS) as second:
         assert second.generate([5, 6, 7], GREEDY)[0].outputs == expected
+
+
+def test_loading_is_shown_on_a_terminal_only(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLM(model, **OPTIONS).close()
+    assert capsys.readouterr() == ("", "")
+    drawn = io.StringIO()
+    console = partial(Console, file=drawn, force_terminal=True, width=200)
+    monkeypatch.setattr(loading_bar, "Console", lambda stderr: console())
+    LLM(model, **OPTIONS).close()
+    assert f"{model[:40]}" in drawn.getvalue()
+    with pytest.raises(ValueError, match="no such file"), LLM("/no/such/place", **OPTIONS):
+        pass
+    bar = loading_bar.LoadingBar("m")
+    with bar:
+        bar.downloading(1, 0)
+        bar.downloading(5, 10)
+        bar.show(Progress("weights", 30, 40))
+        bar._bars.refresh()
+    text = drawn.getvalue()
+    assert "m: reading weights" in text
+    assert "75%" in text
+    assert text.rstrip().endswith("\x1b[2K")  # the line is gone
 
 
 def test_a_bar_is_drawn_only_when_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

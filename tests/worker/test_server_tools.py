@@ -138,6 +138,33 @@ async def test_several_answers_are_read_apart() -> None:
     assert (plain_calls(third[0]), third[1]) == ([("now", "{}")], "tool_calls")
 
 
+CODED = "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("sign", "answer"),
+    [
+        ("{# <function=example> #}", CODED),
+        ("{# [TOOL_CALLS] #}", f"[TOOL_CALLS]get_weather[ARGS]{COLOGNE}"),
+        ("{# [func_name1(params_name1=params_value1)] #}", '[get_weather(city="Köln")]'),
+    ],
+)
+@pytest.mark.parametrize("per_step", [1, 5])
+async def test_other_families_write_calls_otherwise(sign: str, answer: str, per_step: int) -> None:
+    template = sign + chat_templates.QWEN25.replace("<tool_call>", "<call>")
+    (choice,) = (await chat(worker(answer, template), tools=TOOLS))["choices"]
+    assert (plain_calls(choice["message"]), choice["finish_reason"]) == (
+        [("get_weather", COLOGNE)],
+        "tool_calls",
+    )
+    message, reason = joined(await stream(worker(answer, template, per_step=per_step), tools=TOOLS))
+    assert (message["content"], plain_calls(message), reason) == (
+        "",
+        [("get_weather", COLOGNE)],
+        "tool_calls",
+    )
+
+
 @pytest.mark.parametrize("tool_choice", ["none", None])
 async def test_without_tools_marks_are_text(tool_choice: str | None) -> None:
     fields: dict[str, Any] = {} if tool_choice is None else {"tools": TOOLS, "tool_choice": "none"}
@@ -208,10 +235,11 @@ async def test_phis_tools_are_in_the_system_message() -> None:
 )
 async def test_forced_calls(tool_choice: Any, answer: str, calls: list[tuple[str, str]]) -> None:
     state = worker(answer)
+    ended = "tool_calls" if tool_choice == "required" else "stop"  # as OpenAI and vLLM have it
     (choice,) = (await chat(state, tools=TOOLS, tool_choice=tool_choice))["choices"]
-    assert (plain_calls(choice["message"]), choice["finish_reason"]) == (calls, "tool_calls")
+    assert (plain_calls(choice["message"]), choice["finish_reason"]) == (calls, ended)
     message, reason = joined(await stream(worker(answer, per_step=2), tools=TOOLS, tool_choice=tool_choice))
-    assert (message["content"], plain_calls(message), reason) == ("", calls, "tool_calls")
+    assert (message["content"], plain_calls(message), reason) == ("", calls, ended)
     form = engine_of(state).submitted[0].params.structured_outputs
     assert form is not None
     assert isinstance(form.json, str)
@@ -222,6 +250,27 @@ async def test_forced_calls(tool_choice: Any, answer: str, calls: list[tuple[str
         assert schema["items"]["anyOf"][0]["properties"]["parameters"] == PARAMETERS
     else:
         assert schema == PARAMETERS
+
+
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    listed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+async def test_only_allowed_tools_are_shown_and_may_be_called() -> None:
+    state = worker(NOW_CALL)
+    (choice,) = (await chat(state, tools=TOOLS, tool_choice=allowed("now")))["choices"]
+    assert (plain_calls(choice["message"]), choice["finish_reason"]) == ([("now", "{}")], "tool_calls")
+    assert "get_weather" not in prompt_of(state)
+    assert '"now"' in prompt_of(state)
+    assert engine_of(state).submitted[0].params.structured_outputs is None
+    state = worker('[{"name": "now", "parameters": {}}]')
+    (choice,) = (await chat(state, tools=TOOLS, tool_choice=allowed("now", mode="required")))["choices"]
+    assert (plain_calls(choice["message"]), choice["finish_reason"]) == ([("now", "{}")], "tool_calls")
+    form = engine_of(state).submitted[0].params.structured_outputs
+    assert form is not None
+    assert isinstance(form.json, str)
+    assert json.loads(form.json)["items"]["properties"]["name"] == {"const": "now"}
 
 
 async def test_definitions_of_parameters_move_where_references_find_them() -> None:
@@ -262,6 +311,11 @@ def tool(**function: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("other")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed()}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("now", mode="always")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": [5]}}, "tool_choice"),
+        ({"tool_choice": allowed("now")}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),

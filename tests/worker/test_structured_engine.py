@@ -288,14 +288,28 @@ def test_a_form_that_many_follow_is_compiled_again_and_gives_the_same(
     assert all(len(original) == 0 for original in compiled._known[form]), "answers that ended are forgotten"
 
 
-def test_compiled_forms_are_kept_up_to_a_number(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_REMEMBERED", 3)
+def test_compiled_forms_are_kept_up_to_a_size(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written, what compiling took and what was followed counts; the last used are kept."""
+    known = llm._engine._grammars._known
+    known.clear()
     forms = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(1, 6)]
     llm.generate(["The fleet"] * 5, [drawn(form) for form in forms])
-    assert len(llm._engine._grammars._known) == 3
-    monkeypatch.setattr(grammars, "_REMEMBERED_SECONDS", 0.0)
+    sizes = [grammars._nbytes(known[form]) for form in forms]
+    assert all(grammars._BASE_BYTES < size < 64 << 20 for size in sizes)
+    llm.generate("The fleet", drawn(forms[4]))
+    assert grammars._nbytes(known[forms[4]]) - sizes[4] == 5 * grammars._BYTES_PER_TOKEN
+    long = StructuredOutputs(choice=["x" * 4000, "y" * 4000])
+    assert grammars._Compiled(long, None, "", 0.0).nbytes > 8000 * grammars._BYTES_PER_CHARACTER
+
+    room = grammars._nbytes(known[forms[4]]) + (16 << 20)
+    monkeypatch.setattr(grammars, "_REMEMBERED_BYTES", room)
+    for form in forms[:4]:
+        known[form][0].compiled.followed.tokens += 10_000  # near the limit of its states
     llm.generate("The fleet", drawn(StructuredOutputs(regex="b")))
-    assert not llm._engine._grammars._known
+    assert list(known) == [forms[4], StructuredOutputs(regex="b")]
+    monkeypatch.setattr(grammars, "_REMEMBERED_BYTES", 0)
+    llm.generate("The fleet", drawn(StructuredOutputs(regex="c")))
+    assert not known
     assert [len(text(r)) for r in llm.generate(["The fleet"] * 5, [drawn(form) for form in forms])] == [
         *range(1, 6)
     ]

@@ -8,11 +8,11 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from worker.grammar.compiling import STACK_BYTES, GrammarError, compile_matcher
-from worker.grammar.constraint import Constraint, MaskWriter
+from worker.grammar.constraint import Constraint, Followed, MaskWriter
 from worker.grammar.vocabulary import token_table
 from worker.params import StructuredOutputs
 from worker.request import Request
@@ -23,8 +23,14 @@ from worker.weights.source import ModelSource
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_REMEMBERED = 64  # compiled forms; one takes some megabytes ...
-_REMEMBERED_SECONDS = 10.0  # ... and more the longer it took: tens for each second of a processor
+_REMEMBERED_BYTES = 512 << 20  # that compiled forms take, as estimated
+# llguidance doesn't tell what a form takes, and all answers of a form add to what is kept of it: states of
+# its lexer, made as text is followed for the first time. Upper estimates, from what glibc's malloc counted:
+_BASE_BYTES = 256 << 10
+_BYTES_PER_CHARACTER = 80  # of the form as it is written
+_BYTES_PER_SECOND = 32 << 20  # of a processor, that compiling took
+_BYTES_PER_TOKEN = 13 << 10  # that was followed ...
+_MOST_FOLLOWED_BYTES = 24 << 20  # ... until its limit of states is near
 _THREADS = 2  # that compile: one large form doesn't hold all others up
 _MASK_THREADS = 8  # at most
 _SHARERS = 4  # answers of one form that follow it with one matcher's copies, before there are more matchers
@@ -39,6 +45,17 @@ class _Compiled:
     matcher: LLMatcher | None
     error: str
     seconds: float  # of a processor, that it took
+    followed: Followed = field(default_factory=Followed)
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept of it, at most (nearly always)."""
+        form = self.form
+        written = (form.json, form.regex, form.grammar, *form.choice)
+        characters = sum(len(text) for text in written if isinstance(text, str))
+        states = min(self.followed.tokens * _BYTES_PER_TOKEN, _MOST_FOLLOWED_BYTES)
+        compiled = characters * _BYTES_PER_CHARACTER + int(self.seconds * _BYTES_PER_SECOND)
+        return _BASE_BYTES + compiled + states
 
 
 class _Original:
@@ -152,11 +169,11 @@ class Grammars:
     # ---- inside
 
     def _forget_oldest(self) -> None:
-        """Down to as many compiled forms as are kept."""
-        seconds = sum(map(_seconds, self._known.values()))
-        while len(self._known) > _REMEMBERED or seconds > _REMEMBERED_SECONDS:
+        """Down to the bytes that are kept. An answer under way has what it needs of its form."""
+        size = sum(map(_nbytes, self._known.values()))
+        while size > _REMEMBERED_BYTES:
             _, oldest = self._known.popitem(last=False)
-            seconds -= _seconds(oldest)
+            size -= _nbytes(oldest)
 
     def _constrain(self, request: Request, form: StructuredOutputs) -> None:
         self._known.move_to_end(form)
@@ -170,14 +187,16 @@ class Grammars:
         if len(least) >= _SHARERS and len(originals) < self._mask_threads and form not in self._growing:
             self._growing.add(form)
             self._workshop.order(form)
-        matcher = least.compiled.matcher
-        assert matcher is not None
-        request.constraint = Constraint(matcher.deep_copy(), self._ends, keep_on, id(least))
+        compiled = least.compiled
+        assert compiled.matcher is not None
+        request.constraint = Constraint(
+            compiled.matcher.deep_copy(), self._ends, keep_on, id(least), compiled.followed
+        )
         least.followers.add(request.constraint)
 
 
-def _seconds(originals: list[_Original]) -> float:
-    return sum(original.compiled.seconds for original in originals)
+def _nbytes(originals: list[_Original]) -> int:
+    return sum(original.compiled.nbytes for original in originals)
 
 
 class _Workshop:

@@ -17,6 +17,15 @@ SLOW_STEP = 0.25  # seconds of a processor: a form that takes longer for one tok
 _TOO_SLOW = "following it takes too long; make it simpler or less ambiguous"
 
 
+class Followed:
+    """Counts the tokens that answers have had which follow copies of one matcher."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+
 class Constraint:
     """Follows the tokens of one answer.
 
@@ -27,23 +36,33 @@ class Constraint:
         ends: tokens that end an answer, which they may where its form is complete.
         keep_on: an answer goes on while its form allows more, for this many tokens (min_tokens, ignore_eos).
         family: the same for matchers that are copies of one.
+        followed: counts its tokens, with those of the family.
     """
 
-    __slots__ = ("__weakref__", "_count", "_keep_on", "ends", "error", "family", "matcher")
+    __slots__ = ("__weakref__", "_count", "_followed", "_keep_on", "ends", "error", "family", "matcher")
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], keep_on: int = 0, family: int = 0) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: frozenset[int],
+        keep_on: int = 0,
+        family: int = 0,
+        followed: Followed | None = None,
+    ) -> None:
         self.matcher = matcher
         self.family = family
         self.ends = ends
         self.error = ""
         self._keep_on = keep_on
         self._count = 0
+        self._followed = followed or Followed()
 
     def take(self, token: int) -> bool:
         """The answer's next token; True when it ends the answer."""
         if token in self.ends:
             return True
         self._count += 1
+        self._followed.tokens += 1
         started = time.thread_time()
         if not self.matcher.consume_token(token):
             self.fail(readable(self.matcher.get_error()))

@@ -104,8 +104,11 @@ class ReadAnswer:
         return [part for part in parts if self._plan.show_reasoning or not isinstance(part, Reasoning)]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason that the client sees: an answer that ended by itself after a call ended for the call."""
-        return "tool_calls" if reason == "stop" and self._reader.called else reason
+        """The reason that the client sees: an answer that ended by itself after a call ended for the call,
+        unless the client itself has named the function."""
+        tools = self._plan.tools
+        chosen = tools is None or tools.named is None
+        return "tool_calls" if reason == "stop" and chosen and self._reader.called else reason
 
     def deltas(self, parts: list[Part]) -> list[dict[str, Any]]:
         """`delta` objects of a stream."""

@@ -20,7 +20,9 @@ from worker.text.calls.forced import LIST_OF_CALLS, NamedCall
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEFINITIONS: Final = ("$defs", "definitions")
-_CHOICES: Final = "tool_choice must be 'auto', 'none', 'required', or a function of tools by its name"
+_CHOICES: Final = (
+    "tool_choice must be 'auto', 'none', 'required', a function of tools by its name, or allowed_tools"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,10 @@ class ToolUse:
             return NamedCall(self.named)
         if self.required:
             return MarkedCalls(LIST_OF_CALLS, self.names)
-        return MarkedCalls(format, self.names) if format is not None else None
+        if format is None:
+            return None
+        functions = (tool["function"] for tool in self.tools)
+        return MarkedCalls(format, {one["name"]: one.get("parameters") or {} for one in functions})
 
     def _parameters(self, name: str) -> dict[str, Any]:
         function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
@@ -98,6 +103,8 @@ def tool_use(
         if tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
         return None
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "allowed_tools":
+        offered, tool_choice = _allowed(tool_choice, offered)
     names = [tool["function"]["name"] for tool in offered]
     if tool_choice == "none":
         return None
@@ -107,6 +114,22 @@ def tool_use(
     if tool_choice == "required":
         return ToolUse(offered, names, required=True, most=most)
     return ToolUse(offered, names, named=_named(tool_choice, names), most=most)
+
+
+def _allowed(choice: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The tools among those offered that may be called, and how: "auto" or "required". In chats both are in
+    `allowed_tools`, in responses beside it."""
+    inner = choice.get("allowed_tools", choice)
+    mode, listed = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    if mode not in ("auto", "required"):
+        raise bad_request(
+            "tool_choice: the mode of allowed_tools must be 'auto' or 'required'", "tool_choice"
+        )
+    if not isinstance(listed, list) or not listed:
+        raise bad_request("tool_choice: allowed_tools must list at least one of tools", "tool_choice")
+    names = [tool["function"]["name"] for tool in offered]
+    allowed = {_named(tool if isinstance(tool, dict) else None, names) for tool in listed}
+    return [tool for tool in offered if tool["function"]["name"] in allowed], mode
 
 
 def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> str:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from worker.text.answer import Content, Part
 from worker.text.calls.format import CallFormat, Mark
 from worker.text.calls.json_call import held_back
+from worker.text.calls.mistral import ArgumentsReader
 from worker.text.calls.payload import PayloadReader
+from worker.text.calls.pythonic import PythonReader
+from worker.text.calls.qwen3_coder import ParametersReader
+from worker.text.calls.reading import Functions, PayloadState
 
 _WHITE: Final = " \t\r\n"
-_FIRST: Final = {"object": "{", "list": "[", "sequence": "{"}
+_FIRST: Final = {"object": "{", "list": "[", "sequence": "{", "python": "["}  # where no mark is before them
+_READERS: Final[Mapping[str, Callable[[Mark, Functions], PayloadState]]] = {
+    "object": PayloadReader,
+    "list": PayloadReader,
+    "sequence": PayloadReader,
+    "parameters": ParametersReader,
+    "arguments": ArgumentsReader,
+    "python": PythonReader,
+}
 
 
 class MarkedCalls:
@@ -21,16 +33,16 @@ class MarkedCalls:
     turned out to be none is content, as it came.
 
     Args:
-        names: the functions that are offered.
+        names: the functions that are offered, with the schemas of their parameters where those are known.
     """
 
-    def __init__(self, format: CallFormat, names: Collection[str]) -> None:
+    def __init__(self, format: CallFormat, names: Functions) -> None:
         self._marks = [mark for mark in format.marks if mark.start]
         self._unmarked = {_FIRST[mark.payload]: mark for mark in format.marks if not mark.start}
         self._names = names
         self._text = ""  # not looked at, or held because a mark may begin there
         self._lead = ""  # white space and mark before the payload, until a call is made of it
-        self._payload: PayloadReader | None = None
+        self._payload: PayloadState | None = None
         self._begun = False  # something else than white space has come
         self._called = False  # the last of that was a call
 
@@ -66,7 +78,7 @@ class MarkedCalls:
             self._say(parts, len(self._text[:place].rstrip(_WHITE)))
             self._lead, self._text = self._text, ""
             self._begun = True
-            self._payload = PayloadReader(mark, self._names)
+            self._payload = _READERS[mark.payload](mark, self._names)
             self._take(self._payload, self._payload.push(rest), parts)
 
     def _say(self, parts: list[Part], length: int) -> None:
@@ -91,7 +103,7 @@ class MarkedCalls:
         held = max((held_back(self._text, mark.start) for mark in self._marks), default=0)
         return len(self._text[: len(self._text) - held].rstrip(_WHITE))
 
-    def _take(self, payload: PayloadReader, made: list[Part], parts: list[Part]) -> None:
+    def _take(self, payload: PayloadState, made: list[Part], parts: list[Part]) -> None:
         parts += made
         if made:
             self._lead = ""

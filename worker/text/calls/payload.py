@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Final, Literal
 
 from worker.text.answer import Part
 from worker.text.calls.format import Mark
 from worker.text.calls.json_call import CallReader
+from worker.text.calls.reading import Functions
 
 _WHITE: Final = " \t\r\n"
 _SEPARATOR: Final = {"object": "", "list": ",", "sequence": ";"}
 
 
 class PayloadReader:
-    """Reads what follows a mark.
-
-    Once `state` is "over", `rest` is the text after the payload. Once it is "broken", `rest` is the text that
-    no call was made of.
+    """Reads JSON that follows a mark (see PayloadState).
 
     Args:
         names: the functions that are offered.
     """
 
-    def __init__(self, mark: Mark, names: Collection[str]) -> None:
+    def __init__(self, mark: Mark, names: Functions) -> None:
         self.state: Literal["open", "call", "between", "close", "over", "broken"] = "open"
         self.rest = ""
         self._mark = mark
