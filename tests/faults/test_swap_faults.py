@@ -24,10 +24,12 @@ from gateway.config import FleetFile
 from gateway.fleet.commands import Slot
 from gateway.fleet.driver import driver as driving
 from gateway.fleet.driver.asked import StartRequest
+from gateway.fleet.driver.clock import clock_now, steady
 from gateway.fleet.driver.records import Records
 from gateway.fleet.ledger import Ledger, Machine
 from gateway.fleet.rollout import Options, Rollout, Version
 from gateway.fleet.rollout.events import Promote
+from gateway.fleet.rollout.model import Clock
 from tests.faults.nursery import Fleet, Nursery
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.swapping import PATIENCE, fleet_file, no_ledger, swapping, users
@@ -381,20 +383,40 @@ class _Idle:
     async def carry_out(self, rollout: Rollout, actions: object) -> None: ...
 
 
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+@pytest.mark.parametrize("killed", [False, True])
 async def test_no_stream_is_cut_because_the_clock_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float, killed: bool
 ) -> None:
+    """While a supervisor looks, and while one has been killed and the next isn't there yet. Nor does it get
+    more time by that."""
     monkeypatch.setattr(driving, "TICK", 0.02)
     now = time.time()
     rollout = Rollout(
         id="r", model="m", old=Version(source="old"), new=Version(source="new"), options=Options(),
-        started=now, phase="clearing", leaving="primary", due=now + 900, primary_bp=0, standby_bp=10_000,
+        started=now, phase="clearing", leaving="primary", due=now + 2, primary_bp=0, standby_bp=10_000,
+        clock=clock_now(),
     )  # fmt: skip
-    driver = driving.Driver(
-        rollout, lambda made: _Idle(), Records(tmp_path), lambda ended: None, lambda: frozenset()  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    monkeypatch.setattr(time, "time", lambda: now + 3600)
+
+    def supervised() -> driving.Driver:
+        return driving.Driver(
+            rollout, lambda made: _Idle(), Records(tmp_path), lambda ended: None, lambda: frozenset()  # type: ignore[arg-type,return-value]
+        )  # fmt: skip
+
+    driver = supervised()
+    monkeypatch.setattr(time, "time", lambda: now + ahead)
+    if killed:
+        driver = supervised()
     running = asyncio.create_task(driver.run())
     await asyncio.sleep(0.2)
+    phases = [driver.rollout.phase]
+    async with asyncio.timeout(PATIENCE):
+        while "cutting" not in phases:
+            await asyncio.sleep(0.02)
+            phases.append(driver.rollout.phase)
     running.cancel()
-    assert driver.rollout.phase == "clearing"
+    assert phases[0] == "clearing"
+
+
+def test_after_the_machine_has_booted_its_own_time_counts() -> None:
+    assert steady(Clock("another", -1e9))() == pytest.approx(time.time(), abs=60)

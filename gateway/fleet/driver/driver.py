@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
+from gateway.fleet.driver.clock import steady
 from gateway.fleet.driver.hands import GONE, Hands
 from gateway.fleet.driver.records import Records
 from gateway.fleet.rollout import Refusal, Rollout, actions_of, command, fact
@@ -17,13 +17,6 @@ from gateway.fleet.unit import UnitStatus
 TICK = 1.0  # seconds
 
 log = logging.getLogger(__name__)
-
-
-def steady_clock() -> Callable[[], float]:
-    """Unix time that goes on steadily from now, whatever the machine's clock is set to meanwhile: no user's
-    stream is cut, and no step is over, because of that."""
-    offset = time.time() - time.monotonic()
-    return lambda: offset + time.monotonic()
 
 
 class Driver:
@@ -53,7 +46,7 @@ class Driver:
         self._unsaved = False
         self._complaint = ""
         self._work: asyncio.Task[None] | None = None
-        self._clock = steady_clock()
+        self._clock = steady(rollout.clock)
 
     def begin(self, actions: Sequence[e.Action]) -> None:
         """A new rollout, which is on disk already."""

@@ -9,8 +9,11 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from gateway.config import FleetFile
 from gateway.fleet.driver.asked import Plan, StartRequest, SwapError, new_version
+from gateway.fleet.driver.clock import clock_now
 from gateway.fleet.driver.driver import Driver
 from gateway.fleet.driver.hands import Hands, Site, Team
 from gateway.fleet.driver.models import Model, Models
@@ -211,7 +214,7 @@ class Rollouts:
         answer = command(model.rollout, asked, time.time())
         if isinstance(answer, Refusal):
             raise SwapError.of(answer)
-        rollout, actions = answer
+        rollout, actions = msgspec.structs.replace(answer[0], clock=clock_now()), answer[1]
         if self._redis_down and rollout.recreate:
             raise SwapError("Redis is down: users would wait until it is back", EXIT_DEGRADED)
         try:

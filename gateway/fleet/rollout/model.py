@@ -91,8 +91,16 @@ class Entry(msgspec.Struct, frozen=True):
     what: str
 
 
+class Clock(msgspec.Struct, frozen=True):
+    """How the machine's clock was set: Unix time is `offset` on top of the steady one of this boot."""
+
+    boot: str
+    offset: float
+
+
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of one model. Times are Unix times, since they outlive a process.
+    """One rollout of one model. Times are Unix times, since they outlive a process, by the `clock` as it was
+    set when the rollout began.
 
     `step`: index into the options' steps, -1 before the first. `change` numbers the weights that were set:
     facts about other changes are stale. `hold`: requests wait in the gateways. `leaving`: which side is being
@@ -129,6 +137,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     cut: int = 0
     ended: float | None = None
     log: tuple[Entry, ...] = ()
+    clock: Clock | None = None
 
     @property
     def terminal(self) -> bool:
