@@ -51,9 +51,11 @@ class StateDir:
     def sockets(self) -> Path:
         """`run`, or a private directory with a short path, when `run` is too long for a Unix socket."""
         try:
-            return Path(self._sockets_elsewhere.read_text())
-        except OSError:
+            named = Path(self._sockets_elsewhere.read_text())
+        except (OSError, ValueError):
             return self.run
+        is_one = named.is_absolute() and named.name.startswith(_PREFIX) and len(named.name) < MAX_SOCKET_PATH
+        return named if is_one else self.run
 
     def board(self, slot: str) -> Path:
         """Where the gateway process in that slot shows its numbers."""

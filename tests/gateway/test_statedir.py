@@ -83,3 +83,17 @@ def test_a_link_to_what_is_not_a_fleets_takes_nothing_away(tmp_path: Path) -> No
     assert other.exists()
     assert not os.path.lexists(state.boards)
     state.release()
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\xff\xfe\x80", b"[" * 100_000, b"/tmp/x\0y", b"relative/pagefleet-a", b"/etc"]
+)
+def test_a_place_of_sockets_that_is_none_is_not_one(tmp_path: Path, said: bytes) -> None:
+    state = StateDir(tmp_path / "state")
+    state.acquire()
+    (state.run / "sockets").write_bytes(said)
+    assert state.sockets == state.run
+    state.remove_sockets()
+    state.place_sockets(["m-0"])
+    assert state.admin_socket == state.run / "admin.sock"
+    state.release()
