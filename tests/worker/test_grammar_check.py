@@ -174,6 +174,29 @@ async def test_so_many_may_wait_and_no_more(checker: GrammarChecker) -> None:
     assert sum(isinstance(result, CheckerBusy) for result in results) == 16
 
 
+async def test_many_may_wait_for_one_form(checker: GrammarChecker) -> None:
+    form = StructuredOutputs(regex="[a-z]{3}")
+    async with asyncio.timeout(PATIENCE):
+        assert await asyncio.gather(*(checker.check(form) for _ in range(300))) == [None] * 300
+
+
+async def test_nothing_is_checked_for_those_who_have_left(checker: GrammarChecker) -> None:
+    """Forms take a process up to five seconds each: who asks for many and leaves must not hold up others."""
+    endless = [{"type": "integer", "multipleOf": 999_983 + 2 * i} for i in range(64)]
+    leaving = [asyncio.ensure_future(checker.check(StructuredOutputs(json=form))) for form in endless]
+    await asyncio.sleep(0)
+    with pytest.raises(CheckerBusy):
+        await checker.check(StructuredOutputs(regex="a"))
+    for one in leaving:
+        one.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    async with asyncio.timeout(PATIENCE):
+        while len(checker._checks) > 1:
+            await asyncio.sleep(0.01)
+    assert await problem(checker, regex="a") == ""
+    assert len(checker._found) <= 2
+
+
 async def test_close_leaves_no_process(checker: GrammarChecker) -> None:
     assert await problem(checker, regex="a") == ""
     assert checker._process is not None

@@ -21,13 +21,21 @@ from worker.grammar.compiling import GrammarError
 from worker.params import StructuredOutputs
 
 _REMEMBERED = 1024  # verdicts
-_MOST_WAITING = 64  # checks at a time; one runs
+_MOST_WAITING = 64  # forms at a time; one is checked
 _LONGEST = 120.0  # seconds for an answer, on whatever machine; the kernel's limits are those that count
 _TOO_MUCH = "it takes too much time or memory to compile; make it smaller or simpler"
 
 
 class CheckerBusy(Exception):
     """Too many forms wait to be checked."""
+
+
+class _Check:
+    """One form's, and how many wait for it."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.task: asyncio.Future[str]
 
 
 class GrammarChecker:
@@ -37,22 +45,20 @@ class GrammarChecker:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._checks: dict[bytes, _Check] = {}  # by hash of the form, while they wait or run
         self._found: OrderedDict[bytes, str] = OrderedDict()  # by hash of the form; the last used last
 
     async def check(self, form: StructuredOutputs) -> None:
         """GrammarError when the form can't be used; CheckerBusy when it can't be known now."""
         line = msgspec.json.encode(form)
         key = hashlib.sha256(line).digest()
-        if key not in self._found:
-            if self._waiting >= _MOST_WAITING:
-                raise CheckerBusy
-            self._waiting += 1
-            # A client that leaves must not cut the exchange with the process short.
-            await asyncio.shield(asyncio.ensure_future(self._find(key, line)))
-        self._found.move_to_end(key)
-        if self._found[key]:
-            raise GrammarError(self._found[key])
+        found = self._found.get(key)
+        if found is None:
+            found = await self._wait_for(key, line)
+        else:
+            self._found.move_to_end(key)
+        if found:
+            raise GrammarError(found)
 
     def close(self) -> None:
         """End the process."""
@@ -62,15 +68,32 @@ class GrammarChecker:
             self._close_pipes()
             self._process = None
 
-    async def _find(self, key: bytes, line: bytes) -> None:
+    async def _wait_for(self, key: bytes, line: bytes) -> str:
+        """What is wrong with the form, found for all who ask at the same time."""
+        check = self._checks.get(key)
+        if check is None:
+            if len(self._checks) >= _MOST_WAITING:
+                raise CheckerBusy
+            check = self._checks[key] = _Check()
+            check.task = asyncio.ensure_future(self._find(key, line, check))
+        check.waiting += 1
+        try:
+            # A client that leaves must not cut the exchange with the process short.
+            return await asyncio.shield(check.task)
+        finally:
+            check.waiting -= 1
+
+    async def _find(self, key: bytes, line: bytes, check: _Check) -> str:
+        found = ""
         try:
             async with self._turn:
-                if key not in self._found:
-                    self._found[key] = await asyncio.to_thread(self._ask, line)
+                if check.waiting:  # else all have left before its turn came
+                    found = self._found[key] = await asyncio.to_thread(self._ask, line)
         finally:
-            self._waiting -= 1
+            del self._checks[key]
         while len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
+        return found
 
     def _ask(self, line: bytes) -> str:
         process = self._process or self._start()
