@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.progress import Progress
 
 from worker.engine.loop import Engine
+from worker.interrupts import interrupts_held
 from worker.ipc.messages import EngineRequest
 from worker.params import SamplingParams
 from worker.pooling import finish_vector
@@ -54,30 +55,32 @@ def embed_all(
             )
     waiting: dict[str, int] = {}
     results: dict[int, EmbeddingRequestOutput] = {}
-    try:
-        for place, (_, tokens) in enumerate(prompts):
-            name = f"embed-{next(names)}"
-            message = EngineRequest(
-                name, tokens, SamplingParams(), 0, arrival=time.monotonic(), pooling=pooling.type
-            )
-            refused = engine.add(message)
-            if refused is not None:
-                raise ValueError(refused.error)
-            waiting[name] = place
-        with Progress(transient=True, disable=not progress) as bar:
-            task = bar.add_task("embed", total=len(prompts))
-            while waiting:
-                for output in engine.step():
-                    place = waiting.pop(output.request_id)
-                    if output.pooled is None:
-                        raise RuntimeError(output.error)
-                    vector = finish_vector(output.pooled, pooling, dimensions)
-                    results[place] = EmbeddingRequestOutput(
-                        *prompts[place], EmbeddingOutput(vector.tolist()), output.cached_tokens
-                    )
-                    bar.advance(task)
-    finally:
-        for name in waiting:  # after an exception or Ctrl-C: leave nothing running
-            engine.abort(name)
-        engine.drain()
+    with interrupts_held() as let_interrupts_through:
+        try:
+            for place, (_, tokens) in enumerate(prompts):
+                name = f"embed-{next(names)}"
+                message = EngineRequest(
+                    name, tokens, SamplingParams(), 0, arrival=time.monotonic(), pooling=pooling.type
+                )
+                refused = engine.add(message)
+                if refused is not None:
+                    raise ValueError(refused.error)
+                waiting[name] = place
+            with Progress(transient=True, disable=not progress) as bar:
+                task = bar.add_task("embed", total=len(prompts))
+                while waiting:
+                    let_interrupts_through()
+                    for output in engine.step():
+                        place = waiting.pop(output.request_id)
+                        if output.pooled is None:
+                            raise RuntimeError(output.error)
+                        vector = finish_vector(output.pooled, pooling, dimensions)
+                        results[place] = EmbeddingRequestOutput(
+                            *prompts[place], EmbeddingOutput(vector.tolist()), output.cached_tokens
+                        )
+                        bar.advance(task)
+        finally:
+            for name in waiting:  # after an exception or Ctrl-C: leave nothing running
+                engine.abort(name)
+            engine.drain()
     return [results[place] for place in range(len(prompts))]

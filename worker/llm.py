@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from contracts.options import WorkerOptions
 from worker.embed import EmbeddingRequestOutput, embed_all
 from worker.engine.config import resolve
 from worker.engine.loop import Engine
+from worker.interrupts import interrupts_held
 from worker.ipc.messages import EngineInfo, EngineStats
 from worker.loading_bar import LoadingBar
 from worker.outputs import Answer, CompletionOutput, RequestOutput
@@ -165,20 +166,23 @@ class LLM:
             results.append(result)
             requests += prepared
         active: dict[str, Answer] = {}
-        try:
-            for request, answer in requests:
-                active[request.request_id] = answer
-                refused = engine.add(msgspec.structs.replace(request, arrival=time.monotonic()))
-                if refused is not None:
-                    raise ValueError(refused.error)
-            self._step_until_done(engine, active, progress)
-        finally:
-            for name in active:  # after an exception or Ctrl-C: leave nothing running
-                engine.abort(name)
-            engine.drain()
+        with interrupts_held() as let_interrupts_through:
+            try:
+                for request, answer in requests:
+                    active[request.request_id] = answer
+                    refused = engine.add(msgspec.structs.replace(request, arrival=time.monotonic()))
+                    if refused is not None:
+                        raise ValueError(refused.error)
+                self._step_until_done(engine, active, progress, let_interrupts_through)
+            finally:
+                for name in active:  # after an exception or Ctrl-C: leave nothing running
+                    engine.abort(name)
+                engine.drain()
         return results
 
-    def _step_until_done(self, engine: Engine, active: dict[str, Answer], progress: bool) -> None:
+    def _step_until_done(
+        self, engine: Engine, active: dict[str, Answer], progress: bool, before_step: Callable[[], None]
+    ) -> None:
         columns = (
             SpinnerColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f} answers"),
@@ -188,6 +192,7 @@ class LLM:
         with Progress(*columns, transient=True, disable=not progress) as bar:
             task = bar.add_task("generate", total=len(active))
             while active:
+                before_step()
                 for output in engine.step():
                     answer = active.get(output.request_id)
                     if answer is None:

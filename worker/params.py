@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import msgspec
@@ -187,17 +187,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         # Python callers may write stop="x", stop=["x"] or stop=None, whatever the annotation says.
         stop: object = self.stop
-        stops = (stop,) if isinstance(stop, str) else tuple(self.stop or ())
+        stops = (stop,) if isinstance(stop, str) else _listed("stop", self.stop)
         msgspec.structs.force_setattr(self, "stop", stops)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        ends = _listed("stop_token_ids", self.stop_token_ids)
+        msgspec.structs.force_setattr(self, "stop_token_ids", ends)
         words: object = self.bad_words
         if isinstance(words, str):
             _fail("bad_words", "bad_words must be a list of strings")
-        msgspec.structs.force_setattr(self, "bad_words", tuple(self.bad_words or ()))
+        msgspec.structs.force_setattr(self, "bad_words", _listed("bad_words", self.bad_words))
         sequences = tuple(map(tuple, self.bad_words_token_ids or ()))
         msgspec.structs.force_setattr(self, "bad_words_token_ids", sequences)
         if self.allowed_token_ids is not None:
-            msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            allowed = _listed("allowed_token_ids", self.allowed_token_ids)
+            msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:
@@ -281,6 +283,14 @@ def _check_number(name: str, value: object, bounds: Bounds) -> None:
     if not ok or not (low < value if bounds.above else low <= value) or not value <= high:  # type: ignore[operator]
         words = f"above {low:g} and at most {high:g}" if bounds.above else f"from {low:g} to {high:g}"
         _fail(name, f"{name} must be {words}, not {value!r}")
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        _fail(name, f"{name} must be a list, not {type(values).__name__}")
+    return tuple(values)
 
 
 def _check_text(name: str, value: object, longest: int) -> None:

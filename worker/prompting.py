@@ -4,9 +4,10 @@ anything runs."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypedDict
 
 import msgspec
 
@@ -55,10 +56,13 @@ class Prompting:
         if isinstance(prompt, Mapping):
             prompt = _of_mapping(prompt)
         if not isinstance(prompt, str):
-            return None, list(prompt)
+            return None, _token_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("this model came without a tokenizer: give token ids, or the option tokenizer")
-        return prompt, self.tokenizer.encode(prompt)
+        try:
+            return prompt, self.tokenizer.encode(prompt)
+        except TypeError:  # what tokenizers says of text that has no UTF-8
+            raise ValueError("a prompt is no valid Unicode: it has half of a surrogate pair") from None
 
     def render(
         self,
@@ -115,6 +119,8 @@ def each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int)
     """Parameters of every prompt. ValueError when their number is another."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * prompts
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise TypeError("sampling_params must be SamplingParams, or a list of them: one for each prompt")
     if len(params) != prompts:
         raise ValueError(f"{prompts} prompts but {len(params)} sampling parameters")
     return list(params)
@@ -122,9 +128,30 @@ def each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int)
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A prompt alone is a list of one."""
-    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(_wrong_prompt(prompts))
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], SupportsIndex) else several
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise TypeError(_wrong_prompt(prompt))
+    tokens = list(prompt)
+    if not set(map(type, tokens)) <= {int}:
+        if any(isinstance(token, bool) or not isinstance(token, SupportsIndex) for token in tokens):
+            raise TypeError("token ids of a prompt must be whole numbers")
+        tokens = list(map(operator.index, tokens))  # those of numpy, say
+    return tokens
+
+
+def _wrong_prompt(prompt: object) -> str:
+    return (
+        "a prompt is text, a list of token ids, or a dictionary with prompt or prompt_token_ids; "
+        f"it can't be {type(prompt).__name__}"
+    )
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Iterator[Sequence[Message]]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import io
+import os
+import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rich
 from rich.console import Console
@@ -17,7 +21,9 @@ from rich.console import Console
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
 from worker import LLM, SamplingParams, loading_bar
 from worker.engine.loop import Engine
+from worker.interrupts import interrupts_held
 from worker.ipc.messages import Progress
+from worker.params import StructuredOutputs
 
 OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_memory_bytes": "8MiB", "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -52,7 +58,8 @@ def test_all_spellings_of_a_prompt_are_the_same(llm: LLM) -> None:
 
 
 def test_masks_that_leave_nothing_are_the_requests_own_fault(llm: LLM) -> None:
-    params = SamplingParams(allowed_token_ids=[7, 8], structured_outputs={"regex": "[0-9]{4}"}, max_tokens=8)
+    digits = StructuredOutputs(regex="[0-9]{4}")
+    params = SamplingParams(allowed_token_ids=(7, 8), structured_outputs=digits, max_tokens=8)
     with pytest.raises(ValueError, match="what it forbids leave none"):
         llm.generate([[5, 6]], params)
     assert llm.generate([[5, 6]], GREEDY)[0].finished
@@ -152,6 +159,69 @@ def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.Monke
     assert llm.stats.running == llm.stats.waiting == 0
     assert llm.check_integrity() == ""
     assert llm.generate([5], GREEDY)[0].finished
+
+
+def test_ctrl_c_comes_between_steps(llm: LLM) -> None:
+    """A signal, at any time: within a step too, where an exception would leave pages that nobody frees."""
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+
+    def generate_until_interrupted(delay: float) -> None:
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        while True:
+            llm.generate([[5, i] for i in range(20)], params)
+
+    for delay in (0.001, 0.003, 0.011, 0.02, 0.031, 0.04, 0.052, 0.06):
+        with pytest.raises(KeyboardInterrupt):
+            generate_until_interrupted(delay)
+        assert llm.stats.running == llm.stats.waiting == 0
+        assert llm.check_integrity() == ""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate([5], GREEDY)[0].finished
+
+
+def test_a_second_ctrl_c_is_not_held() -> None:
+    def press(times: int) -> None:
+        with interrupts_held():
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            reached.append(times)
+
+    reached: list[int] = []
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            press(times)
+    assert reached == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "can't be NoneType"),
+        (5, "can't be int"),
+        (b"text", "can't be bytes"),
+        ([b"text"], "can't be bytes"),
+        ([None], "can't be NoneType"),
+        ([True, False], "whole numbers"),
+        ([[1.5]], "whole numbers"),
+    ],
+)
+def test_what_is_no_prompt_is_told(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        llm.generate(prompts, GREEDY)
+
+
+def test_prompts_of_other_types_and_parameters_that_are_none(llm: LLM) -> None:
+    assert llm.generate(np.array([5, 6]), GREEDY)[0].prompt_token_ids == [5, 6]  # type: ignore[arg-type]
+    assert len(llm.generate((text for text in ("a", "b")), GREEDY)) == 2  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="surrogate"):
+        llm.generate("\ud800", GREEDY)
+    nothing_right: tuple[Any, ...] = ({"max_tokens": 2}, "greedy", [{}])
+    for wrong in nothing_right:
+        with pytest.raises(TypeError, match="sampling_params must be"):
+            llm.generate("a", wrong)
+    with pytest.raises(ValueError, match="stop must be a list, not int"):
+        SamplingParams(stop=5)  # type: ignore[arg-type]
 
 
 def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(model: str) -> None:
