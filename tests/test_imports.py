@@ -41,9 +41,11 @@ WORKER_ALLOWED = {
         "weights",
         "embed",
         "loading_bar",
+        "interrupts",
     },
     "async_llm": {"spellings", "prompting", "outputs", "text", "ipc", "params", "weights"},
-    "embed": {"engine", "ipc", "params", "pooling"},
+    "embed": {"engine", "interrupts", "ipc", "params", "pooling"},
+    "interrupts": set(),
     "loading_bar": {"ipc"},
 }
 
