@@ -51,7 +51,14 @@ DECODE = (
 PREFILL = ((1, 8192, 8192), (1, 32000, 7424), (8, 1024, 1024))  # sequences, context, its last so many queried
 DECODE_TILES = [
     DecodeTile(*t)
-    for t in ((64, 4, 2, 128), (64, 4, 2, 168), (64, 4, 2), (64, 4, 3), (64, 4, 5), (32, 4, 5), (32, 4, 7))
+    for t in (
+        (64, 4, 2, 128),
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+        (64, 4, 5),
+        (32, 4, 4),
+    )
 ]
 DENSE_TILES = [
     DenseTile(*t)
@@ -154,7 +161,7 @@ def decode_runs(sequences: int, context: int, sets: int) -> dict[str, Run]:
         k, v = caches[i % sets]
         decode_attention_triton(q, k, v, batch, 0.088, 0, out, splits=splits, tile=tile)
 
-    candidates = itertools.product(DECODE_TILES, (None, 1, 2, 4, 32))
+    candidates = itertools.product(DECODE_TILES, (None, 1, 2, 4, 33, 66))
     return {f"{tuple(tile)} splits {splits}": partial(run, tile, splits) for tile, splits in candidates}
 
 
