@@ -20,6 +20,7 @@ from worker import LLM, SamplingParams, StructuredOutputs
 from worker.engine import grammars
 from worker.grammar import constraint
 from worker.grammar.compiling import compile_matcher
+from worker.grammar.constraint import Constraint, Original
 from worker.ipc.messages import EngineRequest, RequestOutput
 from worker.llm import RequestOutput as Result
 
@@ -278,14 +279,21 @@ def test_a_form_that_many_follow_is_compiled_again_and_gives_the_same(
     params = [drawn(form, seed=i) for i in range(14)]
     alone = [text(llm.generate("The fleet", one)[0]) for one in params]
     compiled = llm._engine._grammars
-    assert len(compiled._known[form]) == 1
+    assert len(compiled._known[form].originals) == 1
     monkeypatch.setattr(compiled, "_mask_threads", 3)
     monkeypatch.setattr(compiled, "_writer", None)
-    for _ in range(2):
-        assert [text(result) for result in llm.generate(["The fleet"] * 14, params)] == alone
-    assert len(compiled._known[form]) == 3
+    moved, move = [], Constraint.move
+
+    def moving(constraint: Constraint, original: Original, most: int) -> None:
+        move(constraint, original, most)
+        moved.append(constraint.original is original)
+
+    monkeypatch.setattr(Constraint, "move", moving)
+    assert [text(result) for result in llm.generate(["The fleet"] * 14, params)] == alone
+    assert len(compiled._known[form].originals) == 3
+    assert sum(moved) >= 4, "answers under way are shared out"
     assert not compiled.compiling
-    assert all(len(original) == 0 for original in compiled._known[form]), "answers that ended are forgotten"
+    assert not any(map(len, compiled._known[form].originals)), "answers that ended are forgotten"
 
 
 def test_compiled_forms_are_kept_up_to_a_size(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,17 +302,17 @@ def test_compiled_forms_are_kept_up_to_a_size(llm: LLM, monkeypatch: pytest.Monk
     known.clear()
     forms = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(1, 6)]
     llm.generate(["The fleet"] * 5, [drawn(form) for form in forms])
-    sizes = [grammars._nbytes(known[form]) for form in forms]
+    sizes = [known[form].nbytes for form in forms]
     assert all(grammars._BASE_BYTES < size < 64 << 20 for size in sizes)
     llm.generate("The fleet", drawn(forms[4]))
-    assert grammars._nbytes(known[forms[4]]) - sizes[4] == 5 * grammars._BYTES_PER_TOKEN
+    assert known[forms[4]].nbytes - sizes[4] == 5 * grammars._BYTES_PER_TOKEN
     long = StructuredOutputs(choice=["x" * 4000, "y" * 4000])
     assert grammars._Compiled(long, None, "", 0.0).nbytes > 8000 * grammars._BYTES_PER_CHARACTER
 
-    room = grammars._nbytes(known[forms[4]]) + (16 << 20)
+    room = known[forms[4]].nbytes + (16 << 20)
     monkeypatch.setattr(grammars, "_REMEMBERED_BYTES", room)
     for form in forms[:4]:
-        known[form][0].compiled.followed.tokens += 10_000  # near the limit of its states
+        known[form].originals[0].tokens += 10_000  # near the limit of its states
     llm.generate("The fleet", drawn(StructuredOutputs(regex="b")))
     assert list(known) == [forms[4], StructuredOutputs(regex="b")]
     monkeypatch.setattr(grammars, "_REMEMBERED_BYTES", 0)

@@ -8,11 +8,11 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from worker.grammar.compiling import STACK_BYTES, GrammarError, compile_matcher
-from worker.grammar.constraint import Constraint, Followed, MaskWriter
+from worker.grammar.constraint import Constraint, MaskWriter, Original
 from worker.grammar.vocabulary import token_table
 from worker.params import StructuredOutputs
 from worker.request import Request
@@ -21,7 +21,7 @@ from worker.text.tokenizer import Tokenizer, TokenizerError
 from worker.weights.source import ModelSource
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 _REMEMBERED_BYTES = 512 << 20  # that compiled forms take, as estimated
 # llguidance doesn't tell what a form takes, and all answers of a form add to what is kept of it: states of
@@ -33,19 +33,20 @@ _BYTES_PER_TOKEN = 13 << 10  # that was followed ...
 _MOST_FOLLOWED_BYTES = 24 << 20  # ... until its limit of states is near
 _THREADS = 2  # that compile: one large form doesn't hold all others up
 _MASK_THREADS = 8  # at most
-_SHARERS = 4  # answers of one form that follow it with one matcher's copies, before there are more matchers
+_SHARERS = 4  # answers of a form that follow one original; for more it is compiled again ...
+_QUICK = 0.25  # ... if that takes no more seconds of a processor
+_REPLAYED = 64  # tokens of an answer that follows another original from now on, at most
 _ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A form's matcher, before the first token of an answer; or, without one, what is wrong."""
+    """A form that was compiled; or, without an original, what is wrong with it."""
 
     form: StructuredOutputs
-    matcher: LLMatcher | None
+    original: Original | None
     error: str
     seconds: float  # of a processor, that it took
-    followed: Followed = field(default_factory=Followed)
 
     @property
     def nbytes(self) -> int:
@@ -53,22 +54,36 @@ class _Compiled:
         form = self.form
         written = (form.json, form.regex, form.grammar, *form.choice)
         characters = sum(len(text) for text in written if isinstance(text, str))
-        states = min(self.followed.tokens * _BYTES_PER_TOKEN, _MOST_FOLLOWED_BYTES)
+        followed = self.original.tokens if self.original is not None else 0
+        states = min(followed * _BYTES_PER_TOKEN, _MOST_FOLLOWED_BYTES)
         compiled = characters * _BYTES_PER_CHARACTER + int(self.seconds * _BYTES_PER_SECOND)
         return _BASE_BYTES + compiled + states
 
 
-class _Original:
-    """A compiled form, of which each answer gets a copy. Copies share llguidance's lexer and its lock: masks
-    of one original's copies are worked out one after the other, those of several side by side."""
+@dataclass(slots=True)
+class _Known:
+    """A form, compiled as often as its answers need it. `ordered`: so many more are on their way."""
 
-    def __init__(self, compiled: _Compiled) -> None:
-        self.compiled = compiled
-        self.followers: weakref.WeakSet[Constraint] = weakref.WeakSet()
+    compiled: list[_Compiled]
+    ordered: int = 0
 
-    def __len__(self) -> int:
-        """Answers that follow it."""
-        return len(self.followers)
+    @property
+    def originals(self) -> list[Original]:
+        """None of a form with which something is wrong."""
+        return [each.original for each in self.compiled if each.original is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.compiled)
+
+    def spread(self) -> None:
+        """Have answers that have just begun follow the newest original, as many as it is due."""
+        *older, newest = self.originals
+        share = sum(map(len, older)) // (len(older) + 1)
+        for original in older:
+            for constraint in list(original.followers)[share:]:
+                if len(newest) < share:
+                    constraint.move(newest, _REPLAYED)
 
 
 class Grammars:
@@ -90,8 +105,8 @@ class Grammars:
         self._mask_threads = min(threads, _MASK_THREADS)
         self._ends: frozenset[int] = frozenset()
         self._writer: MaskWriter | None = None
-        self._known: OrderedDict[StructuredOutputs, list[_Original]] = OrderedDict()  # the last used last
-        self._growing: set[StructuredOutputs] = set()  # one more original is on its way
+        self._known: OrderedDict[StructuredOutputs, _Known] = OrderedDict()  # the last used last
+        self._ordered = 0  # beyond those that requests wait for
         self._waiting: dict[StructuredOutputs, list[Request]] = {}
 
     @staticmethod
@@ -102,18 +117,18 @@ class Grammars:
     @property
     def compiling(self) -> bool:
         """Whether `ready` has something to take."""
-        return bool(self._waiting or self._growing)
+        return bool(self._waiting or self._ordered)
 
     def begin(self, request: Request) -> bool:
         """Whether the request has its constraint now; else `ready` hands it out later."""
         form = request.params.structured_outputs
         assert form is not None
-        originals = self._known.get(form, [])
-        if originals and originals[0].compiled.matcher is not None:
+        known = self._known.get(form)
+        if known is not None and known.originals:
             self._constrain(request, form)
             return True
         if form not in self._waiting:
-            self._workshop.order(form, originals[0].compiled if originals else None)
+            self._workshop.order(form, known.compiled[0] if known is not None else None)
         self._waiting.setdefault(form, []).append(request)
         return False
 
@@ -136,13 +151,17 @@ class Grammars:
             except queue.Empty:
                 break
             wait = 0.0
-            self._growing.discard(compiled.form)
             requests = self._waiting.pop(compiled.form, [])
-            originals = self._known.get(compiled.form, [])
-            if originals and originals[0].compiled.matcher is None:
-                originals = []  # it was wrong
-            self._known[compiled.form] = [*originals, _Original(compiled)]
-            for request in requests if compiled.matcher is not None else ():
+            known = self._known.get(compiled.form)
+            if known is not None and known.originals:
+                known.compiled.append(compiled)
+                if known.ordered:  # else it was ordered before the form was forgotten
+                    known.ordered -= 1
+                    self._ordered -= 1
+                known.spread()
+            else:
+                self._known[compiled.form] = _Known([compiled])
+            for request in requests if compiled.original is not None else ():
                 self._constrain(request, compiled.form)
             self._forget_oldest()
             found += [(request, compiled.error) for request in requests]
@@ -170,10 +189,11 @@ class Grammars:
 
     def _forget_oldest(self) -> None:
         """Down to the bytes that are kept. An answer under way has what it needs of its form."""
-        size = sum(map(_nbytes, self._known.values()))
+        size = sum(known.nbytes for known in self._known.values())
         while size > _REMEMBERED_BYTES:
             _, oldest = self._known.popitem(last=False)
-            size -= _nbytes(oldest)
+            size -= oldest.nbytes
+            self._ordered -= oldest.ordered
 
     def _constrain(self, request: Request, form: StructuredOutputs) -> None:
         self._known.move_to_end(form)
@@ -182,21 +202,14 @@ class Grammars:
             self._ends = frozenset(table.eos_tokens)
             self._writer = MaskWriter(table.vocab_size, self._ends, self._mask_threads)
         keep_on = _ENDLESS if request.params.ignore_eos else request.params.min_tokens
-        originals = self._known[form]
-        least = min(originals, key=len)
-        if len(least) >= _SHARERS and len(originals) < self._mask_threads and form not in self._growing:
-            self._growing.add(form)
-            self._workshop.order(form)
-        compiled = least.compiled
-        assert compiled.matcher is not None
-        request.constraint = Constraint(
-            compiled.matcher.deep_copy(), self._ends, keep_on, id(least), compiled.followed
-        )
-        least.followers.add(request.constraint)
-
-
-def _nbytes(originals: list[_Original]) -> int:
-    return sum(original.compiled.nbytes for original in originals)
+        known = self._known[form]
+        request.constraint = Constraint(min(known.originals, key=len), self._ends, keep_on)
+        if known.compiled[0].seconds < _QUICK:
+            due = min(self._mask_threads, sum(map(len, known.originals)) // _SHARERS)
+            while len(known.compiled) + known.ordered < due:
+                known.ordered += 1
+                self._ordered += 1
+                self._workshop.order(form)
 
 
 class _Workshop:
@@ -250,14 +263,14 @@ class _Workshop:
 
     def _work(self) -> None:
         while (form := self._jobs.get()) is not None:
-            matcher, error = None, ""
+            original, error = None, ""
             started = time.thread_time()
             try:
                 table = self.token_table()
                 started = time.thread_time()
-                matcher = compile_matcher(table, form)
+                original = Original(compile_matcher(table, form))
             except (GrammarError, TokenizerError) as failure:
                 error = str(failure)
             except Exception as failure:
                 error = f"it can't be compiled: {type(failure).__name__}"
-            self._done.put(_Compiled(form, matcher, error, time.thread_time() - started))
+            self._done.put(_Compiled(form, original, error, time.thread_time() - started))

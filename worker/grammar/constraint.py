@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,22 @@ SLOW_STEP = 0.25  # seconds of a processor: a form that takes longer for one tok
 _TOO_SLOW = "following it takes too long; make it simpler or less ambiguous"
 
 
-class Followed:
-    """Counts the tokens that answers have had which follow copies of one matcher."""
+class Original:
+    """A compiled form. Each answer follows a copy of its matcher; copies share llguidance's lexer and its
+    lock, so masks of one original's copies are worked out one after the other, those of several side by side.
 
-    __slots__ = ("tokens",)
+    Args:
+        matcher: before the first token of an answer.
+    """
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.tokens = 0  # that answers have had which followed it
+        self.followers: weakref.WeakSet[Constraint] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Answers that follow it now."""
+        return len(self.followers)
 
 
 class Constraint:
@@ -32,37 +42,38 @@ class Constraint:
     `error` says why the answer can't go on, once it can't.
 
     Args:
-        matcher: before the first token; this answer's own.
+        original: whose matcher it copies.
         ends: tokens that end an answer, which they may where its form is complete.
         keep_on: an answer goes on while its form allows more, for this many tokens (min_tokens, ignore_eos).
-        family: the same for matchers that are copies of one.
-        followed: counts its tokens, with those of the family.
     """
 
-    __slots__ = ("__weakref__", "_count", "_followed", "_keep_on", "ends", "error", "family", "matcher")
+    __slots__ = ("__weakref__", "_keep_on", "_tokens", "ends", "error", "matcher", "original")
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        ends: frozenset[int],
-        keep_on: int = 0,
-        family: int = 0,
-        followed: Followed | None = None,
-    ) -> None:
-        self.matcher = matcher
-        self.family = family
+    def __init__(self, original: Original, ends: frozenset[int], keep_on: int = 0) -> None:
         self.ends = ends
         self.error = ""
         self._keep_on = keep_on
-        self._count = 0
-        self._followed = followed or Followed()
+        self._tokens: list[int] = []
+        self._follow(original, original.matcher.deep_copy())
+
+    def move(self, original: Original, most: int) -> None:
+        """Follow this one instead, compiled from the same form, unless that takes more than `most` tokens."""
+        if len(self._tokens) <= most and not self.error:
+            matcher = original.matcher.deep_copy()
+            if matcher.consume_tokens(self._tokens):
+                self.original.followers.discard(self)
+                self._follow(original, matcher)
+
+    def _follow(self, original: Original, matcher: LLMatcher) -> None:
+        self.original, self.matcher = original, matcher
+        original.followers.add(self)
 
     def take(self, token: int) -> bool:
         """The answer's next token; True when it ends the answer."""
         if token in self.ends:
             return True
-        self._count += 1
-        self._followed.tokens += 1
+        self._tokens.append(token)
+        self.original.tokens += 1
         started = time.thread_time()
         if not self.matcher.consume_token(token):
             self.fail(readable(self.matcher.get_error()))
@@ -77,7 +88,7 @@ class Constraint:
     @property
     def keeps_on(self) -> bool:
         """Ends must wait while anything else is possible."""
-        return self._count < self._keep_on
+        return len(self._tokens) < self._keep_on
 
 
 class MaskWriter:
@@ -106,7 +117,7 @@ class MaskWriter:
         started = time.perf_counter()
         if self._executor is not None and len(constraints) > 1 and not self._wary:
             # A thread takes neighbours: those who wait for each other anyway.
-            order = sorted(range(len(constraints)), key=lambda place: constraints[place].family)
+            order = sorted(range(len(constraints)), key=lambda place: id(constraints[place].original))
             matchers = [(constraints[place].matcher, place) for place in order]
             self._executor.unsafe_compute_mask_ptr(
                 matchers, masks.ctypes.data, self.words * 4, len(constraints)
