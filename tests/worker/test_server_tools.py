@@ -32,6 +32,8 @@ from tests.worker.talking import (
     stream,
     worker,
 )
+from worker.grammar import checker
+from worker.grammar.compiling import compile_matcher
 from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE
 from worker.server.state import ServerState
 from worker.text.calls import CALL_FORMATS
@@ -247,7 +249,9 @@ async def test_forced_calls(tool_choice: Any, answer: str, calls: list[tuple[str
     if tool_choice == "required":
         names = [kind["properties"]["name"]["const"] for kind in schema["items"]["anyOf"]]
         assert names == ["get_weather", "now"]
-        assert schema["items"]["anyOf"][0]["properties"]["parameters"] == PARAMETERS
+        first = schema["items"]["anyOf"][0]["properties"]
+        assert first["parameters"] == {"$ref": f"#/$defs/{first['name']['const']}"}
+        assert schema["$defs"][first["name"]["const"]] == PARAMETERS
     else:
         assert schema == PARAMETERS
 
@@ -273,22 +277,35 @@ async def test_only_allowed_tools_are_shown_and_may_be_called() -> None:
     assert json.loads(form.json)["items"]["properties"]["name"] == {"const": "now"}
 
 
-async def test_definitions_of_parameters_move_where_references_find_them() -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"size": {"$ref": "#/$defs/Size"}},
-        "$defs": {"Size": {"enum": ["s", "l"]}},
-    }
-    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "ab"]
+async def test_parameters_refer_to_themselves_among_others_too() -> None:
+    """Under the same names two functions may mean different things."""
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {**parameters, "type": "object"}}}
+        for name, parameters in (
+            ("a", {"properties": {"size": {"$ref": "#/$defs/Size"}}, "$defs": {"Size": {"enum": ["s"]}}}),
+            ("b", {"properties": {"size": {"$ref": "#/$defs/Size"}}, "$defs": {"Size": {"enum": [5]}}}),
+            ("c", {"properties": {"x": {"type": "integer"}, "y": {"$ref": "#/properties/x"}}}),
+            ("d", {"properties": {"$ref": {"type": "integer"}, "next": {"$ref": "#"}}}),
+            ("e", {"properties": {"at": {"const": {"$ref": "#/x"}}}}),
+        )
+    ]
     state = worker("[]")
     await chat(state, tools=tools, tool_choice="required", parallel_tool_calls=False)
     form = engine_of(state).submitted[0].params.structured_outputs
     assert form is not None
     assert isinstance(form.json, str)
     schema = json.loads(form.json)
-    assert schema["$defs"] == parameters["$defs"]
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-    assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
+    matcher = compile_matcher(checker.byte_tokenizer(), form)
+    for name, arguments, fits in (
+        ("a", {"size": "s"}, True), ("a", {"size": 5}, False), ("b", {"size": 5}, True),
+        ("c", {"x": 1, "y": 2}, True), ("c", {"y": "2"}, False),
+        ("d", {"$ref": 1, "next": {"next": {}}}, True), ("d", {"next": [{"name": "a"}]}, False),
+        ("e", {"at": {"$ref": "#/x"}}, True),
+    ):  # fmt: skip
+        answer = json.dumps([{"name": name, "parameters": arguments}]).encode()
+        taken = matcher.deep_copy().try_consume_tokens(list(answer))
+        assert (taken == len(answer)) is fits, (name, arguments)
 
 
 def tool(**function: Any) -> dict[str, Any]:

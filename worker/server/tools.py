@@ -13,6 +13,7 @@ import msgspec
 from contracts.errors import bad_request
 from worker.params import ParamError, StructuredOutputs
 from worker.server.decoding import decode
+from worker.server.references import moved
 from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Tool
 from worker.text.answer import Reader
 from worker.text.calls import CallFormat, MarkedCalls
@@ -49,9 +50,11 @@ class ToolUse:
 
     def form(self) -> StructuredOutputs:
         """What a forced answer must look like. ApiError 400 for schemas that are too long together."""
-        schema = self._parameters(self.named) if self.named is not None else self._list_of_calls()
         try:
+            schema = self._parameters(self.named) if self.named is not None else self._list_of_calls()
             return StructuredOutputs(json=json.dumps(schema))
+        except RecursionError:
+            raise bad_request("The parameters of tools are nested too deeply.", "tools") from None
         except ParamError as error:
             raise bad_request(f"The parameters of tools, as a schema: {error}", "tools") from error
 
@@ -73,26 +76,24 @@ class ToolUse:
         }  # fmt: skip
 
     def _list_of_calls(self) -> dict[str, Any]:
-        """Definitions move to the top, where references within the parameters look for them."""
+        """Each function's parameters are a definition, with whatever they refer to inside."""
         schema: dict[str, Any] = {"type": "array", "minItems": 1}
         if self.most is not None:
             schema["maxItems"] = self.most
-        kinds = []
+        kinds, parameters = [], {}
         for name in self.names:
-            parameters = dict(self._parameters(name))
-            for key in _DEFINITIONS:
-                for title, definition in parameters.pop(key, {}).items():
-                    if schema.setdefault(key, {}).setdefault(title, definition) != definition:
-                        raise bad_request(f"tools define {key}.{title} in different ways", "tools")
+            place = f"/$defs/{name}"
+            parameters[name] = moved(self._parameters(name), place)
             kinds.append(
                 {
                     "type": "object",
-                    "properties": {"name": {"const": name}, "parameters": parameters},
+                    "properties": {"name": {"const": name}, "parameters": {"$ref": f"#{place}"}},
                     "required": ["name", "parameters"],
                     "additionalProperties": False,
                 }
             )
-        return {**schema, "items": {"anyOf": kinds} if len(kinds) > 1 else kinds[0]}
+        items = {"anyOf": kinds} if len(kinds) > 1 else kinds[0]
+        return {**schema, "items": items, "$defs": parameters}
 
 
 def tool_use(
