@@ -386,3 +386,17 @@ async def test_a_text_too_long_to_tokenize_is_a_400() -> None:
         response = await client.post("/tokenize", json={"model": MODEL, "prompt": "a" * 4_000_001})
         assert response.status_code == 400
         assert check_shape(response.json())["param"] == "prompt"
+
+
+@pytest.mark.parametrize("text", [r"\ud83d", r"\ud83d and more text", r"\ude00 x", r"a \ud83d\ud83d, b"])
+async def test_text_that_was_cut_within_a_character_is_told(text: str) -> None:
+    """JavaScript's slice does that to emoji, and JSON.stringify writes half of the pair."""
+    body = f'{{"model": "{MODEL}", "prompt": "{text}"}}'
+    async with in_process(make_state()) as client:
+        response = await client.post(TEXT, content=body)
+        cut_off = await client.post(TEXT, content=body.replace(text, r"\ud83d\ude00")[:-1])
+    assert response.status_code == cut_off.status_code == 400
+    error = check_shape(response.json())
+    assert error["code"] == "invalid_json"
+    assert "send whole characters" in error["message"]
+    assert "truncated" in check_shape(cut_off.json())["message"]

@@ -19,6 +19,11 @@ T = TypeVar("T")
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
+_HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"[\s\]}]*$')
+_HALF_REASON = (
+    r"a string has half of a surrogate pair (like \ud83d), as text has that was cut within a character; send "
+    "whole characters"
+)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
@@ -34,7 +39,13 @@ def decode(body: bytes, type: type[T], within: str = "") -> T:
     except RecursionError:
         raise bad_request("The request's body is nested too deeply.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
+        reason = _HALF_REASON if _is_cut_character(str(error), body) else str(error)
+        raise bad_request(f"The request's body is not valid JSON: {reason}", code="invalid_json") from error
+
+
+def _is_cut_character(error: str, body: bytes) -> bool:
+    """Near a body's end msgspec takes half a pair for the end of the body."""
+    return "surrogate" in error or ("truncated" in error and _HALF_AT_END.search(body[-64:]) is not None)
 
 
 def template_variables(raw: msgspec.Raw) -> dict[str, Any]:
