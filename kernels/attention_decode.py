@@ -60,16 +60,19 @@ def _prefetch_block(
 @triton.jit
 def _rotated(
     p_x, p_weight, mask, o_d, b_cos, b_sin, eps,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding of head vectors at p_x, normalised first with NORM, rounded to their type: see
-    rope_cache."""
+    """Rotary embedding of a head vector at p_x, or of SEVERAL (rows), normalised first with NORM, rounded to
+    their type: see rope_cache."""
     m_pair = o_d < 2 * HALF
     o_pair = tl.where(o_d < HALF, o_d + HALF, o_d - HALF)
     b_x = tl.load(p_x + o_d, mask=mask, other=0.0).to(tl.float32)
     b_pair = tl.load(p_x + o_pair, mask=mask & m_pair, other=0.0).to(tl.float32)
     if NORM:
-        b_squares = tl.sum(b_x * b_x, axis=len(b_x.shape) - 1, keep_dims=True)
+        if SEVERAL:
+            b_squares = tl.sum(b_x * b_x, axis=1)[:, None]
+        else:
+            b_squares = tl.sum(b_x * b_x, axis=0)
         b_scale = 1.0 / tl.sqrt(b_squares / HEAD_DIM + eps)
         b_x *= b_scale * tl.load(p_weight + o_d, mask=o_d < HEAD_DIM, other=0.0).to(tl.float32)
         b_pair *= b_scale * tl.load(p_weight + o_pair, mask=m_pair, other=0.0).to(tl.float32)
@@ -143,10 +146,11 @@ def _decode_kernel(
         b_sin = tl.load(p_angle + HALF, mask=o_d < 2 * HALF, other=0.0)
         b_sin = tl.where(o_d < HALF, -b_sin, b_sin)
         b_q = _rotated(
-            p_query, p_q_weight, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], eps, HEAD_DIM, HALF, NORM
-        )
+            p_query, p_q_weight, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], eps,
+            HEAD_DIM, HALF, NORM, True,
+        )  # fmt: skip
         p_key = p_new_k + i_b * stride_nkt + i_h * stride_nkh
-        b_key = _rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM)
+        b_key = _rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, False)
         p_value = p_new_v + i_b * stride_nvt + i_h * stride_nvh + o_d
         b_value = tl.load(p_value, mask=m_mine, other=0.0)
         m_write = o_d < tl.where(mine & (page > 0), HEAD_DIM, 0)
