@@ -136,7 +136,10 @@ class RedisChannel:
             batch = [one for one in first if one.answer is None or not one.answer.cancelled()]
             if batch:
                 self._sent = batch
-                self._link.send(batch, self._budget, partial(self._arrive, batch))
+                try:
+                    self._link.send(batch, self._budget, partial(self._arrive, batch))
+                except Exception as error:  # whatever it was, nobody may be left waiting
+                    self._arrive(batch, error)
         if self._sent is None and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 

@@ -7,7 +7,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gateway.limits.redis_channel import RedisChannel
 from gateway.limits.redis_limiter import RedisLimiter
 from gateway.limits.redis_link import SCRIPT, Done, Operation, RedisLink
 from gateway.limits.redis_overrides import RedisOverrides
+from gateway.limits.rules import LeaseRule, Scope
 from tests.gateway.redis_server import RedisServer, running
 from tests.gateway.rig import until
 
@@ -86,6 +87,55 @@ class _Owner:
         if self.channel is not None:
             with contextlib.suppress(channels.RedisFault):
                 await self.channel.ask(Operation(["{k}"], ["hold"], 1))
+
+
+class _Slow(RedisLink):
+    """Keeps what it is to send until it is told that it was done."""
+
+    def __init__(self) -> None:
+        self.address = "redis://nowhere"
+        self.lists: list[list[Any]] = []
+        self.answer: Callable[[], None]
+
+    def send(self, operations: Sequence[Operation], within: float, done: Done) -> None:
+        self.lists.append([operation.words for operation in operations])
+        self.answer = lambda: done([[1] * operation.replies for operation in operations])
+
+
+async def test_leases_that_end_behind_their_renewal_are_freed_behind_it() -> None:
+    """Those of one key go together, but not past what would bring one back for half a minute."""
+    link = _Slow()
+    channel = RedisChannel(link, _Owner(), PATIENT, "{k}:probe")
+    rule = LeaseRule("{k}", Scope.USER, 9)
+    taken = channel.ask(Operation(["{k}"], ["acquire"], 2, ["0"], (rule,)))
+    await until(lambda: len(link.lists) == 1)
+    for lease in ("1", "2"):
+        channel.drop("{k}", lease, rule)
+    renewed = channel.ask(Operation(["{k}"], ["hold", "{k}", 9, 2, "3", "4"], 1))
+    for lease in ("3", "4"):
+        channel.drop("{k}", lease, rule)
+    link.answer()
+    link.answer()
+    assert (await taken, await renewed) == ([1, 1], [1])
+    channel.drop("{k}", "0", rule)
+    await until(lambda: len(link.lists) == 3)
+    assert link.lists[1:] == [
+        [
+            ["drop", "{k}", 2, "1", "2"],
+            ["hold", "{k}", 9, 2, "3", "4"],
+            ["drop", "{k}", 2, "3", "4"],
+        ],
+        [["drop", "{k}", 1, "0"]],
+    ]
+
+
+async def test_a_list_that_cannot_be_written_leaves_nobody_waiting(server: RedisServer) -> None:
+    channel = RedisChannel(RedisLink(server.url), _Owner(), PATIENT, "{k}:probe")
+    await channel.start()
+    with pytest.raises(channels.RedisFault):
+        await channel.ask(Operation(["{k}"], [object()], 1))
+    await until(lambda: not channel.degraded)
+    await channel.aclose()
 
 
 async def test_a_fault_in_the_moment_of_recovery_is_repaired_too() -> None:
