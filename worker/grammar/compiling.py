@@ -8,7 +8,7 @@ single step of that may cost.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from worker.grammar.after_reasoning import after_reasoning
 from worker.grammar.closing import close_objects
@@ -16,6 +16,7 @@ from worker.params import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 # A thread that compiles needs so much stack: llguidance descends into chains of rules, and a chain as long as
 # the longest grammar must not end the process.
@@ -26,6 +27,12 @@ _MAX_ERROR = 500  # characters of a message
 _WHITESPACE = r"[ \n\r\t]{1,24}"
 # Parts of llguidance's messages about its own limits, which its caller has set.
 _LIMITS = ("too many", "too large", "precomputation failed", "Current row has", "fuel")
+# oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
+SCHEMA_OPTIONS: Final[JsonCompileOptions] = {
+    "whitespace_pattern": _WHITESPACE,
+    "coerce_one_of": True,
+    "lenient": False,
+}
 _NOTHING_MATCHES = "no answer can have this form"
 
 
@@ -100,11 +107,7 @@ def _schema_source(text: str) -> str:
     elif not isinstance(schema, dict):
         raise GrammarError("a schema must be an object, or true or false")
     try:
-        # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
-        return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema),
-            overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": False},
-        )
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SCHEMA_OPTIONS)
     except ValueError as error:
         raise GrammarError(str(error)) from None
 

@@ -17,8 +17,9 @@ from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
 from worker.server.schemas import ChatRequest
 from worker.server.state import ServerState
-from worker.server.structured import check_form, form_field, with_form
-from worker.server.tools import ToolUse, chat_tools, tool_use
+from worker.server.structured import check_form, form_field
+from worker.server.text_model import TextModel
+from worker.server.tools import ToolUse, chat_tools, tool_use, with_tools
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
@@ -29,7 +30,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     _, info, text = state.ready()
     usage = check_stream_options(request.stream_options, bool(request.stream))
     tools = tool_use(chat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
-    params = _params(request, tools)
+    params = _params(request, tools, text)
     form = form_field(request) or "tools"
     await check_form(state, params, form)
     check_sequences(state, 1, params.n)
@@ -77,7 +78,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         generation.close()
 
 
-def _params(request: ChatRequest, tools: ToolUse | None) -> SamplingParams:
+def _params(request: ChatRequest, tools: ToolUse | None, text: TextModel) -> SamplingParams:
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
@@ -94,6 +95,4 @@ def _params(request: ChatRequest, tools: ToolUse | None) -> SamplingParams:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         names=names,
     )
-    if tools is not None and tools.forced:
-        return with_form(request, params, tools.form(), "tool_choice")
-    return params
+    return with_tools(request, params, tools, text)

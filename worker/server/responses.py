@@ -24,7 +24,8 @@ from worker.server.responses_output import Event, OutputItems
 from worker.server.sampling import sampling_params
 from worker.server.state import ServerState
 from worker.server.structured import check_form, form_field, with_form
-from worker.server.tools import ToolUse, flat_tools, tool_use
+from worker.server.text_model import TextModel
+from worker.server.tools import ToolUse, flat_tools, tool_use, with_tools
 from worker.text.tokenizer import Tokenizer
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -40,10 +41,8 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
     if refusal is not None:
         raise refusal
     tools = tool_use(flat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
-    params = _params(request, tools)
-    forced = tools is not None and tools.forced
-    form = form_field(request) or ("tools" if forced else "text.format.schema")
-    await check_form(state, params, form)
+    params, asked_by = _params(request, tools, text)
+    await check_form(state, params, asked_by)
     check_sequences(state, 1, params.n)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = with_effort(template_variables(request.chat_template_kwargs), effort)
@@ -66,7 +65,7 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         id_prefix="resp_",
         started=started,
         patience=exchange.patience,
-        form_field=form if params.structured_outputs is not None else None,
+        form_field=asked_by if params.structured_outputs is not None else None,
         shown=plan.shown,
     )
     response = _Response(state, request, tools, generation, plan, text.need_tokenizer("input"))
@@ -77,15 +76,16 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         generation.close()
 
 
-def _params(request: ResponsesRequest, tools: ToolUse | None) -> SamplingParams:
+def _params(request: ResponsesRequest, tools: ToolUse | None, text: TextModel) -> tuple[SamplingParams, str]:
+    """The parameters, and the field that asks for the form in them, if there is one."""
     wanted = request.top_logprobs is not None or _LOGPROBS in (request.include or ())
     names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
     logprobs = (request.top_logprobs or 0) if wanted else None
     params = sampling_params(request, max_tokens=request.max_output_tokens, logprobs=logprobs, names=names)
-    if tools is not None and tools.forced:
-        return with_form(request, params, tools.form(), "tool_choice")
     form = _form(request)
-    return with_form(request, params, form, "text.format") if form is not None else params
+    if form is not None and not (tools is not None and tools.forced):
+        return with_form(request, params, form, "text.format"), "text.format.schema"
+    return with_tools(request, params, tools, text), form_field(request) or "tools"
 
 
 def _form(request: ResponsesRequest) -> StructuredOutputs | None:

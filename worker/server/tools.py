@@ -6,15 +6,18 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from contracts.errors import bad_request
-from worker.params import ParamError, StructuredOutputs
+from worker.params import ParamError, SamplingParams, StructuredOutputs
 from worker.server.decoding import decode
 from worker.server.references import moved
-from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Tool
+from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Sampling, Tool
+from worker.server.strict import strict_grammar
+from worker.server.structured import with_form
+from worker.server.text_model import TextModel
 from worker.text.answer import Reader
 from worker.text.calls import CallFormat, MarkedCalls
 from worker.text.calls.forced import LIST_OF_CALLS, NamedCall
@@ -24,6 +27,13 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 _CHOICES: Final = (
     "tool_choice must be 'auto', 'none', 'required', a function of tools by its name, or allowed_tools"
 )
+
+
+class Offered(NamedTuple):
+    """The tools of a request, as the model sees them; and which functions are `strict`."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    strict: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class ToolUse:
         required: the answer is at least one call.
         named: the answer is a call of this function.
         most: calls that an answer may have; None: any number.
+        strict: functions whose arguments keep to their schema also where the model may call or not.
     """
 
     tools: Sequence[dict[str, Any]]
@@ -43,6 +54,7 @@ class ToolUse:
     required: bool = False
     named: str | None = None
     most: int | None = None
+    strict: frozenset[str] = frozenset()
 
     @property
     def forced(self) -> bool:
@@ -57,6 +69,19 @@ class ToolUse:
             raise bad_request("The parameters of tools are nested too deeply.", "tools") from None
         except ParamError as error:
             raise bad_request(f"The parameters of tools, as a schema: {error}", "tools") from error
+
+    def strict_form(self, text: TextModel) -> StructuredOutputs | None:
+        """What keeps calls of strict functions to their schemas where none is forced; None: nothing does.
+        ApiError 400 for schemas that are too long together."""
+        if self.forced or not self.strict or text.calls is None or text.tokenizer is None:
+            return None
+        token = text.tokenizer.token_id(text.calls.marks[0].start)
+        special = token is not None and token in text.tokenizer.special_ids
+        grammar = strict_grammar(text.calls, self.tools, self.strict, special=special)
+        try:
+            return StructuredOutputs(grammar=grammar) if grammar is not None else None
+        except ParamError as error:
+            raise bad_request(f"The parameters of strict tools, as a grammar: {error}", "tools") from error
 
     def reader(self, format: CallFormat | None) -> Reader | None:
         """A reader of one answer's calls; None where nobody knows how the model writes them."""
@@ -97,24 +122,25 @@ class ToolUse:
 
 
 def tool_use(
-    offered: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any] | None, parallel: bool | None
+    offered: Offered, tool_choice: str | dict[str, Any] | None, parallel: bool | None
 ) -> ToolUse | None:
     """How the tools of a request (of `chat_tools` or `flat_tools`) may be used; None: not at all."""
-    if not offered:
+    tools, strict = offered
+    if not tools:
         if tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
         return None
     if isinstance(tool_choice, dict) and tool_choice.get("type") == "allowed_tools":
-        offered, tool_choice = _allowed(tool_choice, offered)
-    names = [tool["function"]["name"] for tool in offered]
+        tools, tool_choice = _allowed(tool_choice, tools)
+    names = [tool["function"]["name"] for tool in tools]
     if tool_choice == "none":
         return None
     most = 1 if parallel is False else None
     if tool_choice in (None, "auto"):
-        return ToolUse(offered, names, most=most)
+        return ToolUse(tools, names, most=most, strict=strict.intersection(names))
     if tool_choice == "required":
-        return ToolUse(offered, names, required=True, most=most)
-    return ToolUse(offered, names, named=_named(tool_choice, names), most=most)
+        return ToolUse(tools, names, required=True, most=most)
+    return ToolUse(tools, names, named=_named(tool_choice, names), most=most)
 
 
 def _allowed(choice: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -133,6 +159,19 @@ def _allowed(choice: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple
     return [tool for tool in offered if tool["function"]["name"] in allowed], mode
 
 
+def with_tools(
+    request: Sampling, params: SamplingParams, tools: ToolUse | None, text: TextModel
+) -> SamplingParams:
+    """`params` with the form that calls give to the answer, where they do. ApiError 400 where another field
+    asks for a form beside a forced call; beside strict functions that other form counts."""
+    if tools is None:
+        return params
+    if tools.forced:
+        return with_form(request, params, tools.form(), "tool_choice")
+    form = tools.strict_form(text) if params.structured_outputs is None else None
+    return params if form is None else msgspec.structs.replace(params, structured_outputs=form)
+
+
 def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> str:
     """The function's name is in `function` in chats, and beside it in responses."""
     choice = tool_choice if isinstance(tool_choice, dict) else {}
@@ -145,23 +184,30 @@ def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> st
     return str(name)
 
 
-def chat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
+def chat_tools(raw: msgspec.Raw) -> Offered:
     """`tools` of a chat, checked, as the model sees them. ApiError 400 names what is wrong with them."""
     if not raw:
-        return []
+        return Offered()
     body = _bounded(raw)
     tools = decode(body, list[Tool] | None, "tools") or []  # type: ignore[arg-type]
-    _check([tool.function for tool in tools], "].function")
-    return [_for_model(tool["function"]) for tool in msgspec.json.decode(body) or []]
+    functions = [tool.function for tool in tools]
+    _check(functions, "].function")
+    shown = [_for_model(tool["function"]) for tool in msgspec.json.decode(body) or []]
+    return Offered(shown, _strict(functions))
 
 
-def flat_tools(raw: msgspec.Raw) -> list[dict[str, Any]]:
+def flat_tools(raw: msgspec.Raw) -> Offered:
     """`tools` of a response, which are functions without a level of their own; else as `chat_tools`."""
     if not raw:
-        return []
+        return Offered()
     body = _bounded(raw)
-    _check(decode(body, list[FlatTool] | None, "tools") or [], "]")  # type: ignore[arg-type]
-    return [_for_model(tool) for tool in msgspec.json.decode(body) or []]
+    functions = decode(body, list[FlatTool] | None, "tools") or []  # type: ignore[arg-type]
+    _check(functions, "]")
+    return Offered([_for_model(tool) for tool in msgspec.json.decode(body) or []], _strict(functions))
+
+
+def _strict(functions: Sequence[Function]) -> frozenset[str]:
+    return frozenset(function.name for function in functions if function.strict)
 
 
 def _bounded(raw: msgspec.Raw) -> bytes:
