@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.routes import native, openai
 from tests.gateway.rig import CHAT, Rig, http_post, one_worker, until
 
-PROXIED = [
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/generate",
-    "/generate_stream",
-    "/tokenize",
-    "/detokenize",
-]
+PROXIED = (*openai.PROXIED, *native.PROXIED)
 
 
 AT_ONCE = 10.0  # seconds: less than anything else that would end a request here, much for a busy machine
 
 
-async def send(rig: Rig, path: str = CHAT, **fake: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def send(
+    rig: Rig, path: str = CHAT, fill: bytes = b"", **fake: Any
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-    writer.write(http_post(json.dumps({"model": "m", "fake": fake}).encode(), path=path))
+    writer.write(http_post(json.dumps({"model": "m", "fake": fake}).encode() + fill, path=path))
     return reader, writer
 
 
@@ -120,9 +116,12 @@ async def test_in_the_middle_of_its_body(tmp_path: Path) -> None:
         assert not rig.workers[0].requests
 
 
+FILL = 8 << 10  # bytes of each body, so that kept ones show
+
+
 async def abort_streams(rig: Rig, count: int) -> None:
     async def one() -> None:
-        reader, writer = await send(rig, do="sse", chunks=1000, delay=0.05)
+        reader, writer = await send(rig, fill=b" " * FILL, do="sse", chunks=1000, delay=0.05)
         await reader.readuntil(b"token")
         writer.close()
 
@@ -139,14 +138,18 @@ async def test_2000_aborted_streams_leave_nothing_behind(tmp_path: Path) -> None
         tasks = len(asyncio.all_tasks())
         gc.collect()
         before = len(gc.get_objects())
+        tracemalloc.start()
         await abort_streams(rig, 2000)
         rig.workers[0].requests.clear()
         await until(lambda: not rig.server.server_state.connections and not rig.app.upstream.open_connections)
         await until(lambda: len(asyncio.all_tasks()) <= tasks)
         gc.collect()
         grown = len(gc.get_objects()) - before
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
         assert rig.inflight() == 0
         assert not rig.server.server_state.tasks
         assert not rig.workers[0].connections
         assert grown < 1000, f"{grown} objects more after 2000 aborts"
+        assert kept < 1 << 20, f"{kept} bytes more after 2000 aborts"
         assert (await rig.post()).status_code == 200

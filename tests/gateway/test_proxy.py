@@ -7,18 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.routes import native
+from gateway.routes import openai as openai_routes
 from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, target, until
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-PROXIED = [
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/generate",
-    "/generate_stream",
-    "/tokenize",
-    "/detokenize",
-]
+PROXIED = (*openai_routes.PROXIED, *native.PROXIED)
 
 
 async def test_every_route_reaches_the_worker_untouched(tmp_path: Path) -> None:

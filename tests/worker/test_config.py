@@ -110,6 +110,12 @@ def test_flags_of_other_servers_are_taken_when_they_do_nothing(flag: str, neutra
         read(flag, other)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
+def test_a_cache_of_8_bits_is_refused_not_filled_without_its_scales(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--kv-cache-dtype: Input should be 'auto'.*got '{kind}'"):
+        read("--kv-cache-dtype", kind)
+
+
 def test_code_that_comes_with_a_model_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="trust-remote-code: refused; code that comes with a model is never run"

@@ -34,6 +34,12 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+RESPONSES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"input": "Hi"}),
+    ("/v1/responses", {"input": "Hi", "stream": True}),
+]
+
+
 def slow_engine(**fields: Any) -> FakeEngine:
     return FakeEngine(lambda request: list(LONG), step_seconds=0.02, **fields)
 
@@ -49,7 +55,7 @@ async def hang_up(url: str, path: str, fields: dict[str, Any], leave: Any) -> No
     writer.close()
 
 
-@pytest.mark.parametrize(("path", "fields"), ROUTES)
+@pytest.mark.parametrize(("path", "fields"), [*ROUTES, *RESPONSES])
 @pytest.mark.parametrize("first_token", [False, True])
 async def test_a_client_that_leaves_ends_its_work(
     path: str, fields: dict[str, Any], first_token: bool
