@@ -249,6 +249,20 @@ def test_shared_prefix_and_preemption_together(depth: int):
         assert outputs(request) == expected([*shared, i], 24)
 
 
+def test_what_was_cached_is_told_as_of_the_first_start():
+    """Prompts that have nothing in common: what one of them finds after its preemption is its own."""
+    harness = Harness(pages=20, seqs=6, budget=64)
+    requests = [harness.add(f"r{i}", [i] * (3 * PAGE), 24) for i in range(6)]
+    found = 0
+    while harness.scheduler.waiting or harness.scheduler.running:
+        prompts_again = [row for row in harness.step().rows if not row.decode and outputs(row.request)]
+        found += sum(row.start for row in prompts_again)
+    assert found > 0, "nobody found pages of his own again"
+    assert [request.cached_tokens for request in requests] == [0] * 6
+    assert harness.scheduler.prefix_queries == sum(request.prompt_length for request in requests)
+    assert harness.scheduler.prefix_hits == 0
+
+
 def test_the_latest_is_preempted_and_the_earliest_never():
     harness = Harness(pages=12, seqs=4, budget=64)
     requests = [harness.add(f"r{i}", [i] * 8, 30) for i in range(3)]
