@@ -247,6 +247,33 @@ async def test_abort_by_id_takes_the_whole_id_only() -> None:
             assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "A" * 400)
 
 
+async def test_one_of_two_of_the_same_name_leaves() -> None:
+    """A name is the client's to choose; the engine knows each request by one of its own."""
+    engine = FakeEngine(lambda request: list(LONG), paused=True)
+    state = make_state(engine)
+    async with serving(state) as url, httpx.AsyncClient(timeout=60) as client:
+        fields = {"prompt": "Hi", "max_tokens": 400, "request_id": "mine"}
+
+        both = asyncio.Event()
+
+        async def leave(reader: asyncio.StreamReader) -> None:
+            await both.wait()
+
+        leaving = asyncio.create_task(hang_up(url, "/v1/completions", fields, leave))
+        await eventually(lambda: len(engine.submitted) == 1)
+        body = {"model": MODEL, **fields}
+        staying = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+        await eventually(lambda: len(engine.submitted) == 2)
+        both.set()
+        await leaving
+        await eventually(lambda: engine.in_flight == 1)
+        engine.paused = False
+        answer = await staying
+    assert answer.json()["choices"][0]["text"] == "A" * 400
+    assert engine.aborted == [engine.submitted[0].request_id]
+    assert engine.submitted[0].request_id != engine.submitted[1].request_id
+
+
 async def test_abort_without_ids_takes_everything() -> None:
     engine = FakeEngine(lambda request: list(LONG), paused=True)
     async with serving(make_state(engine)) as url:
@@ -273,4 +300,4 @@ async def test_many_streams_at_once_keep_their_tokens_apart() -> None:
         chunks = events(answer.text)
         assert chunks[-1] == "[DONE]"
         text = "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
-        assert text == f"<{chunks[0]['id']}-0>"
+        assert text == f"<{chunks[0]['id'].removeprefix('cmpl-')}-0>"
