@@ -11,26 +11,13 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from contracts.plain import describe_value
 from contracts.sources import RANDOM, hub_id, mistake
 from contracts.suggest import closest, did_you_mean
 from gateway.yaml_source import KeyPath
 
 # /rollouts/{model}/…, what the supervisor is asked (gateway/fleet/driver/routes.py).
 ABOUT_ROLLOUTS = ("history", "pause", "resume", "promote", "abort", "undo")
-# What a person who doesn't know pydantic reads, by its kind of error.
-_PLAIN = {
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be text; put it in quotes",
-    "tuple_type": "must be a list",
-    "model_type": "must be a block of keys",
-    "model_attributes_type": "must be a block of keys",
-}
 
 
 def check_names(raw: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -203,20 +190,14 @@ def _variables(block: type[BaseModel], path: str = "") -> Iterator[str]:
 
 def describe(root: type[BaseModel], detail: ErrorDetails) -> str:
     """One pydantic error in words that name the value and the way out."""
-    kind, message, value = detail["type"], detail["msg"], detail["input"]
-    if kind == "extra_forbidden":
+    if detail["type"] == "extra_forbidden":
         return _unknown_key(root, detail["loc"])
-    if kind == "missing":
+    if detail["type"] == "missing":
         return "this key is needed"
-    if kind == "value_error":
-        return message.removeprefix("Value error, ")
-    if kind in _PLAIN:
-        message = _PLAIN[kind]
-    if kind == "string_pattern_mismatch":
-        message = "letters, digits and . _ : / @ + - are allowed, starting with a letter or digit"
-    if isinstance(value, (str, int, float)):
-        return f"{message}, not {value!r:.100}"
-    return message
+    if detail["type"] == "string_pattern_mismatch":
+        allowed = "letters, digits and . _ : / @ + - are allowed, starting with a letter or digit"
+        return f"{allowed}, not {detail['input']!r:.100}"
+    return describe_value(detail)
 
 
 def _unknown_key(root: type[BaseModel], path: KeyPath) -> str:

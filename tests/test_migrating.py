@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from contracts.options import WorkerOptions
 from tests.conftest import ROOT
 from tests.test_docs import PAGES, code_blocks, spans, tables
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
@@ -113,20 +114,23 @@ def test_examples_in_python_run(
 
 
 def test_options_in_python_are_told_the_same() -> None:
-    given = {"model": "m", "max_num_seqs": 4, "tensor_parallel_size": 1, "trust_remote_code": False}
-    assert spellings.options_of({**given, "swap_space": 4, "task": "generate"}) == {
-        "model": "m",
-        "max_num_seqs": 4,
-    }
+    given = {"max_num_seqs": 4, "tensor_parallel_size": 1, "trust_remote_code": False}
+    taken = spellings.options_of({**given, "swap_space": 4, "task": "generate"})
+    assert taken == WorkerOptions.model_validate({"max_num_seqs": 4})
     for name, value, told in (
         ("trust_remote_code", True, "code that comes with a model is never run"),
         ("tensor_parallel_size", 2, "only 1 is accepted"),
         ("quantization", "awq", "AWQ, GPTQ and FP8"),
         ("task", "embed", "--runner pooling"),
         ("max_seq_len", 4096, "is now --max-model-len"),
+        ("max_modl_len", 4096, "^max_modl_len: no such option; did you mean 'max_model_len'\\?$"),
+        ("max_model_len", "8k", "^max_model_len: must be a whole number, not '8k'$"),
+        ("gpu_memory", "much", "^gpu_memory: 'much' is no size; write a number with B, kB"),
     ):
         with pytest.raises(ValueError, match=told):
             spellings.options_of({**given, name: value})
+    with pytest.raises(ValueError, match=r"only 1 is accepted.*; xyzzy: no such option$"):
+        spellings.options_of({"tensor_parallel_size": 2, "xyzzy": 1})
 
 
 def test_a_form_may_be_given_as_vllm_has_it() -> None:

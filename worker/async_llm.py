@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from contracts.options import WorkerOptions
 from worker.ipc.client import EngineClient, EngineDead, engine_command, engine_spec, merged
 from worker.ipc.messages import EngineInfo, EngineStats
 from worker.outputs import NewParts, RequestOutput
@@ -35,7 +34,7 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._model = model
-        self._options = WorkerOptions.model_validate(options_of(options))
+        self._options = options_of(options)
         self._prompting: Prompting | None = None
         self._client: EngineClient | None = None
         self._running: dict[str, Prepared] = {}

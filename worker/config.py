@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contracts.options import WorkerOptions
+from contracts.plain import describe_value
 from contracts.spans import Endpoint
 from contracts.suggest import did_you_mean
 from contracts.units import ByteSize, Duration
@@ -248,12 +249,12 @@ def _flag(name: str) -> str:
 
 
 def _describe(error: dict[str, Any], values: Mapping[str, Any]) -> str:
-    message: str = error["msg"].removeprefix("Value error, ")
+    message = describe_value(error)
     if not error["loc"]:
         return message
     name = str(error["loc"][0])
     if error["type"] == "missing":
-        return f"{_flag(name)}: is required"
+        return f"{_flag(name)}: is required" + ("; `pagefleet worker MODEL`" if name == "model" else "")
     variable = ENV_PREFIX + name.upper()
     label = variable if name not in values and variable in os.environ else _flag(name)
-    return f"{label}: {message} (got {error['input']!r})"
+    return f"{label}: {message}"

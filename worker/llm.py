@@ -18,7 +18,6 @@ import torch
 from rich.progress import BarColumn as Bar
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from contracts.options import WorkerOptions
 from worker.embed import EmbeddingRequestOutput, embed_all
 from worker.engine.config import resolve
 from worker.engine.loop import Engine
@@ -51,7 +50,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._loaded: Engine | None = None
-        parsed = WorkerOptions.model_validate(options_of(options))
+        parsed = options_of(options)
         with LoadingBar(model) as bar:
             source = resolve_source(model, bar.downloading, parsed.revision)
             self._prompting = Prompting(source, parsed)

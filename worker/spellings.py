@@ -8,6 +8,12 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from pydantic import ValidationError
+
+from contracts.options import WorkerOptions
+from contracts.plain import describe_value
+from contracts.suggest import did_you_mean
+
 # One value says what is so anyway, others can't be had.
 ONLY: Final[Mapping[str, str]] = {
     "tensor-parallel-size": "1",
@@ -161,13 +167,30 @@ def problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag}: {why}"
 
 
-def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(given: Mapping[str, Any]) -> WorkerOptions:
     """The worker's own of the options that somebody gave in Python, without those that are accepted for
-    compatibility. ValueError for the others of these tables, with what is told on the command line."""
-    if wrong := list(problems(given)):
-        raise ValueError("; ".join(wrong))
+    compatibility. ValueError for everything that is wrong with them, in the command line's words."""
+    wrong = list(problems(given))
     known = {*ONLY, *NO_EFFECT, *NO_EFFECT_WITH_VALUE, *REFUSED}
-    return {name: value for name, value in given.items() if name.replace("_", "-") not in known}
+    try:
+        options = WorkerOptions.model_validate(
+            {name: value for name, value in given.items() if name.replace("_", "-") not in known}
+        )
+    except ValidationError as error:
+        wrong += [_problem(dict(detail)) for detail in error.errors()]
+    else:
+        if not wrong:
+            return options
+    raise ValueError("; ".join(wrong)) from None
+
+
+def _problem(detail: dict[str, Any]) -> str:
+    if not detail["loc"]:
+        return describe_value(detail)
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        return f"{name}: no such option{did_you_mean(name, WorkerOptions.model_fields)}"
+    return f"{name}: {describe_value(detail)}"
 
 
 def _name(flag: str) -> str:
