@@ -93,7 +93,7 @@ def change_instead(state: StateDir, running: FleetStatus, fleet: FleetFile, file
             EXIT_CONFLICT,
         )
     if not as_json:
-        click.echo(f"a fleet is already up in {state.root}; what {file} says anew is applied")
+        click.echo(f"a fleet is already up in {state.root}; to bring it to {file}:")
         show_plan(plan)
     return apply_fleet(state, wanted, plan, as_json)
 

@@ -220,7 +220,7 @@ FACTS: dict[type[e.Fact], Callable[[Rollout, Any, float], Step]] = {
     e.StandbyReady: _climb("starting", "checking", "loaded"),
     e.IdentityConfirmed: _climb("checking", "warming", "is who it should be"),
     e.WarmedUp: _climb("warming", "proving", "warm"),
-    e.GoldenPassed: _climb("proving", "proven", "answers the golden prompts"),
+    e.GoldenPassed: _climb("proving", "proven", "answers alike twice, and all golden prompts"),
     e.StandbyFailed: _standby_failed,
     e.StandbyCrashed: _standby_crashed,
     e.GoldenFailed: _golden_failed,
