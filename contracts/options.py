@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from contracts.units import ByteSize
+from contracts.units import ByteSize, Count
 
 KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
 
@@ -55,14 +55,14 @@ class WorkerOptions(BaseModel):
         "auto", description="Weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."
     )
     kv_cache_dtype: KvDtype = Field("auto", description="Elements of the KV cache; auto: same as dtype.")
-    max_model_len: Annotated[int, Field(ge=1)] | None = Field(
+    max_model_len: Annotated[Count, Field(ge=1)] | None = Field(
         None, description="Longest prompt + answer in tokens; default: what the model was made for."
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None,
         description="Most sequences in one step; default: 1024 on a GPU, 64 on a CPU, or the token budget.",
     )
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+    max_num_batched_tokens: Annotated[Count, Field(ge=1, le=1 << 20)] | None = Field(
         None, description="Token budget of one step; default: 8192 on a GPU, 512 on a CPU."
     )
     block_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens a KV page holds.")
@@ -111,6 +111,12 @@ class WorkerOptions(BaseModel):
         "checkpoint says, else last.",
     )
     disable_log_stats: bool = Field(False, description="No periodic statistics line in the log.")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_in_short(cls, value: Any) -> Any:
+        """As torch and vLLM have it."""
+        return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
     @field_validator("*", mode="before")
     @classmethod

@@ -1,8 +1,9 @@
-"""Sizes and durations as people write them: ``20GiB``, ``512MB``, ``2s``, ``15m``, ``250ms``."""
+"""Sizes, counts and durations as people write them: ``20GiB``, ``512MB``, ``8k``, ``2s``, ``1m30s``."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -13,6 +14,7 @@ _BYTES = {
     "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
     "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
 }  # fmt: skip
+_COUNTS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}  # vLLM's
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
@@ -26,6 +28,17 @@ def parse_bytes(value: object) -> int:
     if match is None or match[2].lower() not in _BYTES:
         raise ValueError(f"{value!r} is no size; write a number with B, kB, MB, GB, KiB, MiB or GiB")
     return int(float(match[1]) * _BYTES[match[2].lower()])
+
+
+def parse_count(value: object) -> object:
+    """A whole number from ``8k`` (8,000), ``8K`` (8,192), ``25.6k``; what isn't text is left to others."""
+    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _COUNTS or not match[2]:
+        return value
+    count = Decimal(match[1]) * _COUNTS[match[2]]
+    if count != int(count):
+        raise ValueError(f"{value!r} is no whole number")
+    return int(count)
 
 
 def parse_duration(value: object) -> float:
@@ -64,4 +77,5 @@ def format_duration(seconds: float) -> str:
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(format_bytes, when_used="json")]
+Count = Annotated[int, BeforeValidator(parse_count)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
