@@ -124,7 +124,7 @@ def test_options_in_python_are_told_the_same() -> None:
         ("task", "embed", "--runner pooling"),
         ("max_seq_len", 4096, "is now --max-model-len"),
         ("max_modl_len", 4096, "^max_modl_len: no such option; did you mean 'max_model_len'\\?$"),
-        ("max_model_len", "8k", "^max_model_len: must be a whole number, not '8k'$"),
+        ("max_model_len", "8q", "^max_model_len: must be a whole number, not '8q'$"),
         ("gpu_memory", "much", "^gpu_memory: 'much' is no size; write a number with B, kB"),
     ):
         with pytest.raises(ValueError, match=told):
