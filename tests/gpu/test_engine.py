@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,8 +44,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"random:{path}"
 
 
-@pytest.fixture(scope="module")
-def cpu(source: str) -> Iterator[LLM]:
+@contextmanager
+def on_cpu(source: str) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CausalLM, "pack", lambda model: None)  # its weights are needed as they are
         llm = LLM(source, device="cpu", kv_cache_memory_bytes="64MiB", threads=2)
@@ -52,6 +54,12 @@ def cpu(source: str) -> Iterator[LLM]:
             if parameter.ndim == 2:
                 with torch.inference_mode():
                     parameter.mul_(3.0)  # larger weights: tokens that differ from each other
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def cpu(source: str) -> Iterator[LLM]:
+    with on_cpu(source) as llm:
         yield llm
 
 
@@ -116,6 +124,20 @@ def test_graphs_equal_eager(cpu: LLM, source: str, dtype: str):
     # Padding changes the shapes of the products, so the last bit may differ and a near tie may fall the other
     # way.
     assert same >= len(want) * 0.7
+
+
+def test_layers_of_two_windows_start_with_empty_caches_of_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a later layer launches is compiled before graphs are captured, not within a capture."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    window = {"use_sliding_window": True, "sliding_window": 56, "max_window_layers": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **window}))
+    source = f"random:{path}"
+    with on_cpu(source) as cpu, on_gpu(cpu, source) as llm:
+        assert llm._engine.runner.model.config.leading_layers == 3
+        assert tokens(llm) == tokens(cpu)
 
 
 def test_padding_rows_of_a_graph_write_nothing(cpu: LLM, source: str):

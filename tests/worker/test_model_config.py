@@ -196,6 +196,16 @@ def test_qwen25() -> None:
     assert weight_bytes(config, 2) == 15_231_233_024
 
 
+@pytest.mark.parametrize(("full", "leading"), [(0, 1), (1, 2), (5, 6), (28, 1)])
+def test_leading_layers_have_one_of_each_window(full: int, leading: int) -> None:
+    """Their kernels are compiled before graphs are captured: none may be compiled within a capture."""
+    window = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": full}
+    config = config_from_hf({**QWEN25, **window})
+    assert config.leading_layers == leading
+    seen = {config.window(layer) for layer in range(leading)}
+    assert seen == {config.window(layer) for layer in range(config.num_layers)}
+
+
 def test_phi3_128k() -> None:
     config = config_from_hf(PHI3_128K)
     assert config.head_dim == 96

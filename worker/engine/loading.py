@@ -56,11 +56,17 @@ def smallest_steps(config: EngineConfig) -> list[tuple[int, int]]:
     return [(1, 1), (2, 1), (1, min(32, config.max_model_len))]
 
 
+def leading_cache(config: EngineConfig) -> KvCache:
+    """A cache to try steps with, which then run through so many layers that every kernel is launched."""
+    shape = config.source.config
+    leading = replace(shape, num_layers=shape.leading_layers)
+    return KvCache(leading, 2, config.page_size, config.kv_dtype, config.device)
+
+
 @torch.inference_mode()
 def _compile(config: EngineConfig, model: CausalLM) -> None:
-    """Steps of every kind, through the first layer: all launch the same kernels."""
-    one_layer = replace(config.source.config, num_layers=1)
-    cache = KvCache(one_layer, 2, config.page_size, config.kv_dtype, config.device)
+    """Steps of every kind, through the leading layers."""
+    cache = leading_cache(config)
     dry_run(model, cache, [largest_step(config), *smallest_steps(config)])
     make_runner(config, model, cache, config.max_model_len).compile()
     del cache

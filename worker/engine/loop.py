@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from worker.engine.blocks import PagePool
 from worker.engine.budget import plan_pages
 from worker.engine.config import EngineConfig
 from worker.engine.grammars import Grammars
-from worker.engine.loading import largest_step, load, make_runner, smallest_steps
+from worker.engine.loading import largest_step, leading_cache, load, make_runner, smallest_steps
 from worker.engine.pace import Pace, read_share
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.ipc.messages import (
@@ -90,11 +89,9 @@ class Engine:
         on_progress(Progress("kv_cache", 0, 1))
 
         def try_largest() -> None:
-            # Through one layer: the next one takes the same memory again, and on a card that others use too
-            # a step of this size through all of them is felt by everybody.
-            one_layer = replace(config.source.config, num_layers=1)
-            scratch = KvCache(one_layer, 2, config.page_size, config.kv_dtype, config.device)
-            dry_run(model, scratch, [largest_step(config)])
+            # Through the leading layers: the next ones take the same memory again, and on a card that others
+            # use too a step of this size through all of them is felt by everybody.
+            dry_run(model, leading_cache(config), [largest_step(config)])
 
         activations = activation_bytes(try_largest, config.device)
         budget = plan_pages(config, weight_bytes, activations)

@@ -156,6 +156,13 @@ class ModelConfig:
         return 0 if layer in self.full_attention_layers else self.sliding_window or 0
 
     @property
+    def leading_layers(self) -> int:
+        """How many layers, from the first on, launch every kernel that all of them launch: those of another
+        window are compiled for it."""
+        windows = [self.window(layer) for layer in range(self.num_layers)]
+        return 1 + max(map(windows.index, set(windows)))
+
+    @property
     def context_length(self) -> int:
         """Tokens of the longest sequence: `max_position_embeddings`, or what the rope scaling makes of it.
 

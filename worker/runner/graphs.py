@@ -51,8 +51,9 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, on_graph: Callable[[], None] = lambda: None) -> None:
         """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
+        leading = self._model.config.leading_layers
         for size in reversed(self.sizes):
-            self._run(size, layers=1)  # compiles and loads what isn't there yet: all layers launch the same
+            self._run(size, layers=leading)  # compiles and loads what isn't there yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):

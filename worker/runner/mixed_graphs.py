@@ -68,13 +68,14 @@ class MixedGraphs:
     @torch.inference_mode()
     def capture(self, pool: Any, on_graph: Callable[[], None]) -> None:
         """Capture all sizes, the largest first, in the memory of `pool`."""
+        leading = self._model.config.leading_layers
         for size in reversed(self.sizes):
             empty = torch.zeros(self._length(size), dtype=torch.int64)
             parts = self._split(empty, size)
             parts.rows.fill_(self._state.padding_row)
             parts.sequence_rows.fill_(self._state.padding_row)
             self._buffer[: len(empty)] = empty.to(self._buffer.device)
-            self._run(size, layers=1)  # compiles and loads what isn't there yet: all layers launch the same
+            self._run(size, layers=leading)  # compiles and loads what isn't there yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
