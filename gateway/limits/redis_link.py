@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -87,7 +88,7 @@ class RedisLink:
         list at a time. In a cluster each tag's operations are one call; their order is kept."""
         wire, ends_at = self._wire, asyncio.get_running_loop().time() + within
         if self.is_cluster:
-            self._slow = asyncio.create_task(_tell(self._run_by_tag(operations), within, done))
+            self._slow = asyncio.create_task(_tell(partial(self._run_by_tag, operations), within, done))
         elif wire is not None and not wire.closed:
             self._write(wire, operations, ends_at, done)
         else:
@@ -99,7 +100,7 @@ class RedisLink:
                     self._wire = outcome
                     self._write(outcome, operations, ends_at, done)
 
-            self._slow = asyncio.create_task(_tell(self._connect(), within, connected))
+            self._slow = asyncio.create_task(_tell(self._connect, within, connected))
 
     async def run(self, operations: Sequence[Operation], within: float) -> list[list[int]]:
         """`send`, for one who waits."""
@@ -201,9 +202,9 @@ def _replies(operations: Sequence[Operation], answer: bytes) -> list[list[int]] 
     return replies if start == len(numbers) else InvalidResponse("an answer to something else")
 
 
-async def _limited(call: Coroutine[Any, Any, T], within: float) -> T:
+async def _limited(call: Callable[[], Coroutine[Any, Any, T]], within: float) -> T:
     # Not asyncio.timeout: after the gateway was held up itself, that cancels a call that is answered.
-    task = asyncio.ensure_future(call)
+    task = asyncio.create_task(call())
     try:
         await asyncio.wait((task,), timeout=within)
         if task.done():
@@ -214,9 +215,10 @@ async def _limited(call: Coroutine[Any, Any, T], within: float) -> T:
 
 
 async def _tell(
-    call: Coroutine[Any, Any, T], within: float, done: Callable[[T | BaseException], None]
+    call: Callable[[], Coroutine[Any, Any, T]], within: float, done: Callable[[T | BaseException], None]
 ) -> None:
-    """`done` gets what it returns or raises."""
+    """`done` gets what it returns or raises. It is called here: a task that is cancelled before its first
+    turn would leave a coroutine that nobody ever awaits."""
     outcome: T | BaseException
     try:
         outcome = await _limited(call, within)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import random
 import time
@@ -389,6 +390,15 @@ async def test_no_answer_goes_to_another_request(server: RedisServer, tmp_path: 
         await until(lambda: not channel.degraded)
         await channel.aclose()
     assert min(right, given_up, failed, hose.cuts) > 0
+
+
+async def test_a_link_that_is_closed_before_it_could_begin(tmp_path: Path) -> None:
+    """Python warns of a coroutine that nobody ever awaited, which fails this test."""
+    link = RedisLink(f"unix://{tmp_path}/nobody.sock")
+    link.send([Operation(["{k}"], ["hold", "{k}", 1, 1, "l"], 1)], PATIENT, print)
+    await link.aclose()
+    await asyncio.sleep(0)
+    gc.collect()
 
 
 class Liar:
