@@ -16,6 +16,7 @@ from rich.text import Text
 from contracts.units import parse_duration
 from gateway.cli.common import count_of, fail, print_json, warn_about_models, which_fleet
 from gateway.cli.display import make_console
+from gateway.cli.known_limits import forget_ended_keys
 from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable, utc
@@ -186,6 +187,7 @@ def rotate(state: StateDir, key: str, grace: float, expires: float | None, as_js
 
     with _store(state) as store:
         old, new, secret = store.rotate(key, grace=grace, expires=expires, prepare=take_limits)
+        forget_ended_keys(state, store.records())
     if as_json:
         print_json({**_shown(new), "key": secret, "old": _shown(old)})
         return
@@ -202,6 +204,7 @@ def revoke(state: StateDir, keys: tuple[str, ...], as_json: bool) -> None:
     """End keys for good: all of them, or none when one isn't there. A key revoked before is no error."""
     with _store(state) as store:
         records = store.revoke(keys)
+        forget_ended_keys(state, store.records())
     if as_json:
         print_json([_shown(record) for record in records])
         return

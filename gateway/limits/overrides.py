@@ -1,8 +1,8 @@
 """Limits that were set while the fleet runs: a map from subjects to bounds, in a file of the state directory.
 
-Where gateways share a Redis they share this map through it (`sync.py`). Each entry carries the time at which
-it was set, and the newest of a subject wins, wherever it was set: so maps can be merged in any order, and a
-Redis that comes back empty gets everything again.
+Where gateways share a Redis they share this map through it (`redis_overrides.py`). Each entry carries the
+time at which it was set, and the newest of a subject wins, wherever it was set: so maps can be merged in any
+order, and a Redis that comes back empty gets everything again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -69,10 +69,25 @@ def newer(ours: Overrides, theirs: Overrides) -> dict[str, Entry]:
     }
 
 
+def remembered(entries: Overrides) -> dict[str, Entry]:
+    """Without those of limits that were taken away so long ago that everybody has heard of it."""
+    oldest = time.time_ns() // 1000 - KEPT_SECONDS * 1_000_000
+    return {name: entry for name, entry in entries.items() if entry.bounds or entry.at > oldest}
+
+
 def _newer(entry: Entry, than: Entry) -> bool:
     if entry.at != than.at:
         return entry.at > than.at
     return msgspec.json.encode(entry.bounds) > msgspec.json.encode(than.bounds)
+
+
+def _changed(known: Entry | None, bounds: Bounds) -> Entry:
+    """In place of `known`. A clock that went back must not make it lose against what it replaces."""
+    return Entry(max(time.time_ns() // 1000, known.at + 1 if known else 0), bounds)
+
+
+def _set_among(entries: Overrides, names: Iterable[str]) -> list[str]:
+    return [name for name in names if (entry := entries.get(name)) is not None and entry.bounds]
 
 
 class OverridesFile:
@@ -101,12 +116,20 @@ class OverridesFile:
         """Sets one subject's bounds, or unsets them; all entries after that."""
         with self._locked():
             entries = self.read()
-            known = entries.get(name)
-            # A clock that went back must not make the change lose against what it replaces.
-            at = max(time.time_ns() // 1000, known.at + 1 if known else 0)
-            entries[name] = Entry(at, bounds)
+            entries[name] = _changed(entries.get(name), bounds)
             self._write(entries)
         return entries
+
+    def unset(self, names: Iterable[str]) -> None:
+        """Takes away what is set for these subjects, if anything is. OverridesUnusable as `put`."""
+        names = list(names)
+        if not _set_among(self.read(), names):
+            return
+        with self._locked():
+            entries = self.read()
+            for name in _set_among(entries, names):
+                entries[name] = _changed(entries[name], NOTHING)
+            self._write(entries)
 
     def merge(self, theirs: Overrides) -> dict[str, Entry]:
         """Takes in what is newer in `theirs`; all entries after that."""
@@ -126,12 +149,10 @@ class OverridesFile:
 
     def _write(self, entries: Overrides) -> None:
         """Replaces the file as a whole, durably."""
-        oldest = time.time_ns() // 1000 - KEPT_SECONDS * 1_000_000
-        kept = {name: entry for name, entry in entries.items() if entry.bounds or entry.at > oldest}
         temporary = self._path.with_name(self._path.name + ".tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(kept), indent=1))
+            file.write(msgspec.json.format(msgspec.json.encode(remembered(entries)), indent=1))
             file.flush()
             os.fsync(descriptor)
         os.replace(temporary, self._path)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.limits.overrides import Entry, Overrides, OverridesUnusable, entry_decoder, newer
+from gateway.limits.overrides import Entry, Overrides, OverridesUnusable, entry_decoder, newer, remembered
 from gateway.limits.redis_link import RedisLink, reason_of
 
 REDIS_SECONDS = 1.0
@@ -33,6 +33,16 @@ for i = 1, #ARGV, 2 do
 end
 local clock = redis.call('TIME')
 redis.call('SET', KEYS[2], clock[1] .. '.' .. clock[2])
+"""
+
+# KEYS: the hash. ARGV: pairs of subject and entry: those that are still so go. A user of Redis that may not
+# take fields away keeps them.
+_FORGET = """
+for i = 1, #ARGV, 2 do
+  if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[i + 1] then
+    redis.pcall('HDEL', KEYS[1], ARGV[i])
+  end
+end
 """
 
 log = logging.getLogger(__name__)
@@ -64,7 +74,12 @@ class RedisOverrides:
             number = await self._link.execute("GET", self._number)
             if number is not None and number == self._known and not changed:
                 return {}
-            theirs = _decoded(await self._link.execute("HGETALL", self._hash))
+            stored = await self._link.execute("HGETALL", self._hash)
+            everything = _decoded(stored)
+            ours, theirs = remembered(ours), remembered(everything)
+            if gone := [name.encode() for name in everything.keys() - theirs]:
+                words = [part for name in gone for part in (name, stored[name])]
+                await self._link.execute("EVAL", _FORGET, 1, self._hash, *words)
             if news := newer(ours, theirs):
                 words = [part for name, entry in news.items() for part in (name, msgspec.json.encode(entry))]
                 await self._link.execute("EVAL", _PUT, 2, self._hash, self._number, *words)

@@ -41,6 +41,12 @@ def invoke(*arguments: str, code: int = 0) -> Result:
     return result
 
 
+def keys(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, ["keys", *arguments], prog_name="pagefleet")
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def stored(state: StateDir) -> dict[str, Bounds]:
     entries = OverridesFile(state.root / FILE).read()
     return {name: entry.bounds for name, entry in entries.items() if entry.bounds != NOTHING}
@@ -177,3 +183,39 @@ def test_dead_keys_are_not_listed(state: StateDir) -> None:
     listed = invoke("get").stdout
     assert living in listed
     assert dead not in listed
+
+
+def test_limits_of_keys_that_have_ended_go(state: StateDir) -> None:
+    """With the next command that ends keys or sets limits, whichever way they ended; nobody else's do."""
+    revoked, expired, rotated, living = (made_key(state) for _ in range(4))
+    for key_id in (revoked, expired, rotated, living, "elsewhere1"):
+        OverridesFile(state.root / FILE).put(f"key:{key_id}", Bounds(qps=3))
+    OverridesFile(state.root / FILE).put("user:ann", Bounds(qps=4))
+
+    keys("revoke", revoked)
+    assert stored(state).keys() == {
+        "user:ann",
+        *(f"key:{id}" for id in (expired, rotated, living, "elsewhere1")),
+    }
+    new = keys("rotate", rotated, "--grace", "0s").stdout.split("_")[1]
+    assert stored(state).keys() == {"user:ann", *(f"key:{id}" for id in (expired, new, living, "elsewhere1"))}
+    with KeyStore(state.root / KEYS_FILE, write=True) as store:
+        store.rotate(expired, grace=0)  # as time does it, without a command
+    assert expired not in invoke("get").stdout
+    invoke("set", "user", "bob", "--qps", "1")
+    assert stored(state).keys() == {
+        *("user:ann", "user:bob"),
+        *(f"key:{id}" for id in (new, living, "elsewhere1")),
+    }
+    # Taken away, and not just left out: so every gateway hears of it, through Redis too.
+    assert OverridesFile(state.root / FILE).read()[f"key:{revoked}"].bounds == NOTHING
+    assert "has ended" in invoke("set", "key", revoked, "--qps", "1", code=2).stderr
+    assert invoke("get", "key", revoked).stdout == f"key {revoked}: -\n"
+
+
+def test_a_key_is_revoked_though_limits_cant_be_read(state: StateDir) -> None:
+    key_id = made_key(state)
+    (state.root / FILE).write_text("{")
+    result = keys("revoke", key_id)
+    assert f"key {key_id} of ann: revoked at" in result.stdout
+    assert "limits of keys that have ended stay for now" in result.stderr

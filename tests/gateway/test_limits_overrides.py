@@ -6,9 +6,11 @@ import asyncio
 import json
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.limits.bounds import NOTHING, Bounds
@@ -17,6 +19,8 @@ from gateway.limits.overrides import FILE, Entry, OverridesFile, OverridesUnusab
 from gateway.limits.redis_overrides import RedisOverrides
 from tests.gateway.redis_server import running
 from tests.gateway.rig import until
+
+HASH = "pagefleet:{limits}:set"
 
 
 def test_the_file_keeps_what_is_set(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ async def test_gateways_of_several_machines_agree_through_redis(tmp_path: Path) 
         # A Redis that comes back empty gets everything again, and a new machine gets it from there.
         with server.client() as client:
             client.flushall()
-        await until(lambda: server.client().hlen("pagefleet:{limits}:set") == 2)
+        await until(lambda: server.client().hlen(HASH) == 2)
         three = Gateway(tmp_path / "c", server.url)
         three.live.start()
         await until(lambda: three.applied == expected)
@@ -154,10 +158,35 @@ async def test_gateways_of_several_machines_agree_through_redis(tmp_path: Path) 
 async def test_entries_of_another_version_are_left_alone(tmp_path: Path) -> None:
     with running(tmp_path / "redis") as server:
         with server.client() as client:
-            client.hset("pagefleet:{limits}:set", "user:x", '{"at": 5, "bounds": {"dollars": 3}}')
-            client.hset("pagefleet:{limits}:set", "user:y", '{"at": 5, "bounds": {"qps": 3}}')
+            client.hset(HASH, "user:x", '{"at": 5, "bounds": {"dollars": 3}}')
+            client.hset(HASH, "user:y", '{"at": 5, "bounds": {"qps": 3}}')
         shared = RedisOverrides(server.url, within=60)
         assert await shared.exchange({}, changed=True) == {"user:y": Entry(5, Bounds(qps=3))}
         await shared.aclose()
         with server.client() as client:
-            assert client.hlen("pagefleet:{limits}:set") == 2
+            assert client.hlen(HASH) == 2
+
+
+@pytest.mark.redis
+async def test_what_was_taken_away_long_ago_is_forgotten_everywhere(tmp_path: Path) -> None:
+    """In the file and in Redis: else both would keep every key that ever had limits."""
+    stale, fresh = Entry(1), Entry(time.time_ns() // 1000)
+    file = OverridesFile(tmp_path / FILE)
+    file.merge({"key:old": stale, "key:new": fresh, "user:ann": Entry(1, Bounds(qps=1))})
+    assert file.read().keys() == {"key:new", "user:ann"}
+    with running(tmp_path / "redis") as server:
+        everything = {"key:old": stale, "key:new": fresh}
+        with server.client() as client:
+            client.hset(
+                HASH, mapping={name: msgspec.json.encode(entry) for name, entry in everything.items()}
+            )
+            client.set("pagefleet:{limits}:number", "1")
+        shared = RedisOverrides(server.url, within=60)
+        assert await shared.exchange({"key:older": stale}, changed=True) == {"key:new": fresh}
+        with server.client() as client:
+            assert client.hkeys(HASH) == [b"key:new"]
+            # A user of Redis that may not take fields away is not kept from sharing limits.
+            client.hset(HASH, "key:old", msgspec.json.encode(stale))
+            client.execute_command("ACL", "SETUSER", "default", "-hdel")
+        assert await shared.exchange({}, changed=True) == {"key:new": fresh}
+        await shared.aclose()
