@@ -7,8 +7,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import click
 import msgspec
@@ -189,12 +190,39 @@ def describe(status: UnitStatus) -> str:
     return f"{clock} {status.slot}: {status.state}{phase}{process}"
 
 
-def unit_table(units: list[UnitStatus]) -> Table:
+class Start(Protocol):
+    """What is known of a process by whose phase and progress a start is shown."""
+
+    @property
+    def state(self) -> UnitState: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def done(self) -> float: ...
+    @property
+    def total(self) -> float: ...
+
+
+def start_share(start: Start) -> int | None:
+    """Percent of the phase that is done; None where its end isn't known."""
+    if start.state != "starting" or start.total <= 1:  # a phase of one step says nothing on its way
+        return None
+    return int(100 * min(start.done / start.total, 1))
+
+
+def start_words(start: Start, every: int = 1) -> str:
+    """``weights 45%``: the phase of a start and how far it is, in steps of `every` percent; the state of what
+    isn't there yet."""
+    share = start_share(start)
+    return (start.phase or start.state) + (f" {share // every * every}%" if share is not None else "")
+
+
+def unit_table(units: Sequence[UnitStatus]) -> Table:
     """A row per process, with a bar while it loads."""
     table = Table.grid(padding=(0, 2))
     for unit in units:
         bar: ProgressBar | Text = Text("")
-        if unit.state == "starting" and unit.total > 0:
+        if start_share(unit) is not None:
             bar = ProgressBar(total=unit.total, completed=min(unit.done, unit.total), width=30)
         phase = unit.phase if unit.phase != unit.state else ""
         table.add_row(Text(unit.slot), Text(unit.state, style=STYLES[unit.state]), Text(phase), bar)

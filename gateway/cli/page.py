@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.change_display import summary
-from gateway.cli.display import STYLES
+from gateway.cli.display import STYLES, start_share, start_words
 from gateway.fleet.admin import FleetStatus
 from gateway.fleet.figures import Look, Row
 from gateway.fleet.rollout import Rollout
@@ -120,8 +120,7 @@ def _notes(units: Iterable[UnitStatus]) -> Iterator[Text]:
     """What doesn't fit into a cell: how far a start is, why something went wrong."""
     for unit in units:
         if unit.state == "starting":
-            done = f" {100 * unit.done / unit.total:.0f}%" if unit.total else ""
-            yield Text(f"{unit.slot}: {unit.phase}{done}")
+            yield Text(f"{unit.slot}: {start_words(unit)}")
         elif unit.error:
             yield Text(f"{unit.slot}: {unit.error}; log: {unit.log}")
         elif unit.last_exit:
@@ -133,6 +132,8 @@ def line(row: Row) -> str:
     known = {
         "model": row.model,
         "state": row.state,
+        "phase": row.phase if row.state == "starting" else None,
+        "done": f"{share}%" if (share := start_share(row)) is not None else None,
         "weight": percent(row.weight),
         "inflight": number(row.in_flight),
         "connections": number(row.connections),

@@ -16,7 +16,7 @@ from rich.text import Text
 from contracts.units import format_duration
 from gateway.cli.change_display import News, summary
 from gateway.cli.common import ask_supervisor, print_json, require_fleet, which_fleet
-from gateway.cli.display import STYLES, can_be_live, describe, make_console
+from gateway.cli.display import STYLES, can_be_live, describe, make_console, start_words
 from gateway.cli.swap_display import describe_version, log_line
 from gateway.cli.top import watch_live
 from gateway.config import FleetFile
@@ -87,12 +87,11 @@ def _page(status: FleetStatus) -> RenderableType:
         table.add_column(column)
     notes: list[Text] = []
     for unit in status.units:
-        percent = f" {100 * unit.done / unit.total:.0f}%" if unit.state == "starting" and unit.total else ""
         table.add_row(
             Text(unit.slot),
             Text(unit.model or ""),
             Text(unit.state, style=STYLES[unit.state]),
-            Text("" if unit.phase == unit.state else unit.phase + percent),
+            Text("" if unit.phase in ("", unit.state) else start_words(unit)),
             str(unit.pid or ""),
             str(unit.generation),
             str(unit.restarts),

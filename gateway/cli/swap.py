@@ -20,7 +20,7 @@ from gateway.cli.swap_display import Watch, age, describe_version, page, show_op
 from gateway.cli.swap_options import StepsParam, refuse_bad, settings_of
 from gateway.fleet.driver.asked import Plan, StartRequest, in_words
 from gateway.fleet.driver.routes import RolloutStatus
-from gateway.fleet.rollout import Options, Record
+from gateway.fleet.rollout import Options, Record, no_rollout
 from gateway.fleet.statedir import StateDir
 
 EXIT_DETACHED = 130
@@ -36,8 +36,9 @@ def swap() -> None:
     A standby is loaded and proven, gets a share of the users step by step, is judged against the old version
     at each step, and takes over; the old one is drained and stopped. What fails goes back by itself.
 
-    Exit codes: 0 done, 1 failed, 2 invalid, 3 still running after --timeout, 4 rolled back or aborted,
-    5 doesn't fit, 6 conflict, 130 detached by Ctrl-C while the rollout goes on.
+    Exit codes: 0 done, 1 failed or no fleet is up, 2 invalid, 3 timed out and still running, 4 rolled back or
+    aborted, 5 doesn't fit, 6 not now (another rollout is under way, or none to do that to), 7 Redis is down,
+    130 detached by Ctrl-C while the rollout goes on.
     """
 
 
@@ -134,15 +135,18 @@ def start(
 @which_fleet("-f", "--file")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def status(state: StateDir, model: str | None, as_json: bool) -> None:
-    """Show a model's rollout that is under way, or its last one; without a model, all of them."""
+    """Show a model's rollout that is under way, or its last one; without a model, all of them.
+
+    Exit code 0 also where there was none: --json prints null, or [].
+    """
     swaps = Swaps(state)
-    found = _ask(lambda: swaps.all() if model is None else [swaps.status(model)])
+    found = _ask(lambda: swaps.all() if model is None else [swaps.latest(model)])
     if as_json:
         print_json(found if model is None else found[0])
-    elif not found:
-        click.echo("there was no rollout; `pagefleet swap start` begins one")
-    for one in () if as_json else found:
-        make_console().print(page(one.rollout))
+    elif not any(found):
+        click.echo(no_rollout(model) if model else no_rollout("any model"))
+    for one in () if as_json else filter(None, found):
+        make_console().print(page(one.rollout, one.starting))
 
 
 @swap.command()
@@ -224,6 +228,8 @@ def _ask(question: Callable[[], T]) -> T:
         return question()
     except SwapRefused as error:
         fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        fail("left before the supervisor answered; what it was asked it may do", EXIT_DETACHED)
 
 
 def _stay(swaps: Swaps, begun: RolloutStatus, timeout: float | None, as_json: bool) -> None:
@@ -231,7 +237,9 @@ def _stay(swaps: Swaps, begun: RolloutStatus, timeout: float | None, as_json: bo
     model = begun.rollout.model
     watching = Watch(as_json=as_json)
     try:
-        code = _ask(lambda: watching.follow(swaps, begun, timeout))
+        code = watching.follow(swaps, begun, timeout)
+    except SwapRefused as error:
+        fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         click.echo(f"\nthe rollout goes on; `pagefleet swap watch {model}` shows it", err=True)
         sys.exit(EXIT_DETACHED)

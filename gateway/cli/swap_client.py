@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from gateway.cli.common import ANSWER_WITHIN, PATIENCE, why_unreachable
+from gateway.cli.common import ANSWER_WITHIN, EXIT_STILL_RUNNING, PATIENCE, why_unreachable
 from gateway.fleet.driver.asked import Plan, StartRequest
 from gateway.fleet.driver.routes import Failure, RolloutStatus
-from gateway.fleet.errors import EXIT_FAILED
-from gateway.fleet.rollout import Record
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_FAILED
+from gateway.fleet.rollout import Record, no_rollout
 from gateway.fleet.statedir import StateDir
 
 T = TypeVar("T")
@@ -59,8 +59,17 @@ class Swaps:
     def command(self, model: str, command: str) -> RolloutStatus:
         return self._ask("POST", f"{_path(model)}/{command}", RolloutStatus)
 
+    def latest(self, model: str) -> RolloutStatus | None:
+        """What is under way, or was last; None: the model never had a rollout."""
+        kind = cast("type[RolloutStatus | None]", RolloutStatus | None)
+        return self._ask("GET", _path(model), kind)
+
     def status(self, model: str) -> RolloutStatus:
-        return self._ask("GET", _path(model), RolloutStatus)
+        """The same; refused when it never had one."""
+        found = self.latest(model)
+        if found is None:
+            raise SwapRefused(no_rollout(model), EXIT_CONFLICT)
+        return found
 
     def next(self, model: str, revision: int, seconds: float) -> RolloutStatus:
         """As soon as its revision is another one, or after so many seconds."""
@@ -83,7 +92,9 @@ class Swaps:
         try:
             response = self._client.request(method, path, content=content, timeout=within or PATIENCE)
         except (httpx.HTTPError, OSError) as error:
-            raise Unreachable(why_unreachable(self._state, error)) from None
+            goes_on = method == "POST" and isinstance(error, httpx.TimeoutException)
+            code = EXIT_STILL_RUNNING if goes_on else EXIT_FAILED
+            raise Unreachable(why_unreachable(self._state, error), code) from None
         try:
             if response.status_code >= 400:
                 refusal = msgspec.json.decode(response.content, type=_Refusal).error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import click
 from rich.console import Group, RenderableType
@@ -13,19 +14,21 @@ from rich.text import Text
 
 from contracts.units import format_duration
 from gateway.cli.common import print_json
-from gateway.cli.display import can_be_live, make_console
-from gateway.cli.swap_client import Swaps, Unreachable
+from gateway.cli.display import can_be_live, make_console, start_words, unit_table
+from gateway.cli.swap_client import SwapRefused, Swaps, Unreachable
 from gateway.fleet.driver.asked import changes_between
 from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.judge import Measure
 from gateway.fleet.judge import Outcome as Finding
 from gateway.fleet.rollout import Rollout, Version
-from gateway.fleet.rollout.model import Entry
+from gateway.fleet.rollout.model import Entry, Phase
+from gateway.fleet.unit import UnitStatus
 
 POLL = 10.0  # seconds that one question to the supervisor waits for news
 BACK_WITHIN = 60.0  # seconds that a supervisor may be away, where it is started again
 _STYLES: dict[Finding, str] = {"pass": "green", "hold": "yellow", "fail": "bold red"}
 _ENDS = {"completed": "green", "rolled_back": "bold red", "aborted": "yellow", "failed": "bold red"}
+_STARTS: frozenset[Phase] = frozenset({"starting", "restoring"})  # how far a process is, is news as well
 LAST_LINES = 4
 _NAMES = {"error_rate": "errors", "ttft": "first token", "tpot": "per token", "crashes": "crashes"}
 
@@ -37,6 +40,7 @@ class Watch:
         self._json = as_json
         self._console = make_console()
         self._said: Entry | None = None  # the last line of its log that was shown
+        self._starts: dict[str, str] = {}  # what was said of processes that start, by slot
         self._live: Live | None = None
         if can_be_live(self._console) and not as_json:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -51,28 +55,41 @@ class Watch:
             left = POLL if deadline is None else min(POLL, deadline - time.monotonic())
             if left <= 0:
                 return None
-            news = _next(swaps, found.rollout, 1.0 if self._live else left)
+            moves = self._live is not None or found.rollout.phase in _STARTS
+            news = _next(swaps, found.rollout, min(left, 1.0) if moves else left)
             if news.rollout.id != rollout_id:  # it is over, and somebody has begun another one
-                records = [one for one in swaps.history(model) if one.id == rollout_id]
-                return records[0].exit_code if records else None
-            if news.rollout.revision != found.rollout.revision or self._live is not None:
+                return _recorded_code(swaps, model, rollout_id)
+            is_news = news.rollout.revision != found.rollout.revision or self._starts != _milestones(news)
+            if is_news or self._live is not None:
                 self.show(news)
             found = news
         return found.exit_code
 
     def show(self, found: RolloutStatus) -> None:
+        said, self._starts = self._starts, _milestones(found)
         if self._json:
             print_json(found)
         elif self._live is not None:
-            self._live.update(page(found.rollout), refresh=True)
+            self._live.update(page(found.rollout, found.starting), refresh=True)
         else:
             for entry in _after(self._said, found.rollout.log):
                 click.echo(log_line(found.rollout, entry))
                 self._said = entry
+            for slot, words in self._starts.items():
+                if said.get(slot) != words:
+                    click.echo(log_line(found.rollout, Entry(time.time(), found.rollout.phase, words)))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def _recorded_code(swaps: Swaps, model: str, rollout_id: str) -> int:
+    """How a rollout ended that isn't the model's last one any more."""
+    for record in swaps.history(model):
+        if record.id == rollout_id:
+            return record.exit_code
+    raise SwapRefused(f"rollout {rollout_id} is over, and not on record; see the supervisor's log")
 
 
 def _next(swaps: Swaps, known: Rollout, wait: float) -> RolloutStatus:
@@ -87,6 +104,11 @@ def _next(swaps: Swaps, known: Rollout, wait: float) -> RolloutStatus:
         time.sleep(0.5)
 
 
+def _milestones(found: RolloutStatus) -> dict[str, str]:
+    """What is worth a line of each process that starts: its phase, and each quarter of that."""
+    return {unit.slot: f"{unit.slot}: {start_words(unit, every=25)}" for unit in found.starting}
+
+
 def log_line(rollout: Rollout, entry: Entry) -> str:
     """One transition of a rollout."""
     clock = time.strftime("%H:%M:%S", time.localtime(entry.at))
@@ -98,11 +120,13 @@ def _after(last: Entry | None, log: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return log[log.index(last) + 1 :] if last in log else log
 
 
-def page(rollout: Rollout, lines: int = LAST_LINES) -> RenderableType:
-    """A rollout: its steps, what it waits for, the judge's numbers, the last `lines` of its log."""
+def page(rollout: Rollout, starting: Sequence[UnitStatus] = (), lines: int = LAST_LINES) -> RenderableType:
+    """A rollout: its steps, what it waits for, the processes that start, the judge's numbers, the last
+    `lines` of its log."""
     old, new = describe_version(rollout.old), describe_version(rollout.new, rollout.old)
     head = Text(f"{rollout.model}: {old} → {new}")
     parts: list[RenderableType] = [head, _bar(rollout), Text(_state(rollout), style=_style(rollout))]
+    parts += [unit_table(starting)] if starting else []
     verdict = rollout.verdicts.get(rollout.step_name)
     if verdict is not None:
         judged = Text(f"judge at {rollout.step_name}, {verdict.reference}: ")

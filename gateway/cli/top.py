@@ -96,7 +96,7 @@ def fitted(view: View, console: Console) -> RenderableType:
 def _render(view: View, width: int, lines: int) -> RenderableType:
     rollouts: list[RenderableType] = []
     for rollout in view.rollouts:
-        rollouts += [Text(), rollout_page(rollout, lines)]
+        rollouts += [Text(), rollout_page(rollout, lines=lines)]
     return page(
         view.status, view.rows, view.look, width=width, window=view.window, rollouts=[*rollouts, Text()]
     )

@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     `weight`: share of the model's users, 0 to 1; `qps`: requests ended per second; `ttft_p95` in seconds and
     `error_ratio` (5xx, of requests ended): over the time between the two looks; `memory`, `gpu_memory`:
-    bytes; `uptime`: seconds.
+    bytes; `uptime`: seconds; `done` of `total`: of a start, within its phase.
     """
 
     slot: str
@@ -78,6 +78,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     pid: int | None
     restarts: int
+    done: float = 0
+    total: float = 0
     weight: float | None = None
     in_flight: int | None = None
     connections: int | None = None
@@ -206,6 +208,8 @@ def _row(unit: UnitStatus, now: Look, before: Look | None) -> Row:
         phase=unit.phase,
         pid=unit.pid,
         restarts=unit.restarts,
+        done=unit.done,
+        total=unit.total,
         weight=_weight(now.routes, unit) if worker else None,
         in_flight=now.inflight.get(target, 0) if worker else None,
         connections=None if worker else now.connections.get(unit.slot),

@@ -220,7 +220,7 @@ def test_on_a_full_disk_nothing_begins_and_what_goes_on_waits_for_room(fleet: Fl
     assert "nothing to change" in result.output, "the failed one has changed something"
     error = refused(lambda: fleet.start(**STAYS))
     assert (error.exit_code, "the rollout's state can't be written" in str(error)) == (1, True)
-    assert "has no rollout" in str(refused(fleet.rollout))
+    assert "there was no rollout" in str(refused(fleet.rollout))
     fill_disk(fleet, False)
 
     fleet.close_gate("warm")

@@ -28,6 +28,7 @@ from typing import Any
 from contracts.times import bucket_of
 
 Answer = tuple[int, dict[str, Any]]
+LOADING = {"status": "loading", "phase": "weights", "done": 30, "total": 100}
 
 
 class Model:
@@ -53,14 +54,12 @@ class Model:
     def get(self, path: str) -> Answer:
         self.asked[path] += 1
         if self.is_cold and path in ("/ready", "/health") and self.asked[path] % 2:
-            return 503, {"status": "loading", "phase": "weights"}
+            return 503, LOADING
         if path == "/internal/whoami":
             generation = self.options.generation + ("impostor" in self.behaviour and self.ready)
             return 200, {"slot": self.options.slot, "generation": generation, "pid": os.getpid()}
         if path == "/ready":
-            return (
-                (200, {"status": "ready"}) if self.ready else (503, {"status": "loading", "phase": "weights"})
-            )
+            return (200, {"status": "ready"}) if self.ready else (503, LOADING)
         if path == "/health":
             return 200, {"draining": self.draining, "inflight": self.inflight, "max_num_seqs": 64}
         if path == "/internal/window":

@@ -45,6 +45,13 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         operator = Operator(fleet)
         nothing = await operator.swap("status")
         assert (nothing.exit_code, "there was no rollout" in nothing.output) == (0, True)
+        for command in ("status", "history"):  # questions, which have an answer
+            nothing = await operator.swap(command, "m")
+            assert (nothing.exit_code, "there was no rollout of" in nothing.output) == (0, True)
+        assert (await operator.json("status", "m"), await operator.json("status")) == (None, [])
+        for command in ("watch", "pause", "resume", "promote", "abort"):  # there is nothing to do it to
+            nothing = await operator.swap(command, "nick")
+            assert (nothing.exit_code, "there was no rollout of" in nothing.output) == (6, True), command
         nothing = await operator.swap("undo", "m")
         assert (nothing.exit_code, "there was no rollout to undo" in nothing.output) == (6, True)
 
@@ -124,7 +131,6 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         (("start", "m", "--to", "fake/ok", "--steps", "100%,5%"), "steps must be ascending percentages"),
         (("start", "m", "--to", "fake/ok", "--steps", "few"), "is no list of percentages"),
         (("start", "m", "--to", "fake/ok", "--hold", "long"), "'long' is no duration"),
-        (("watch", "other"), "the fleet has no model 'other'"),
     ],
 )
 def test_what_can_not_be_asked_for_ends_with_code_2(
@@ -166,9 +172,20 @@ def fleet_of_one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     process.communicate(timeout=PATIENCE)
 
 
+COMMANDS = ("status", "watch", "pause", "resume", "promote", "abort", "undo", "history")
+
+
 def test_no_fleet_is_said(tmp_path: Path) -> None:
-    result = CliRunner().invoke(pagefleet, ["swap", "status", "--state-dir", str(tmp_path)])
-    assert (result.exit_code, "no fleet is up in" in result.stderr) == (1, True)
+    start = ["start", "m", "--set", "seed=1"]
+    for words in (["status"], start, [*start, "--dry-run"], *([command, "m"] for command in COMMANDS)):
+        result = CliRunner().invoke(pagefleet, ["swap", *words, "--state-dir", str(tmp_path)])
+        assert (result.exit_code, "no fleet is up in" in result.stderr) == (1, True), words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_model_that_is_not_there_is_invalid_use(fleet_of_one: Path, command: str) -> None:
+    result = CliRunner().invoke(pagefleet, ["swap", command, "other", "--state-dir", str(fleet_of_one)])
+    assert (result.exit_code, "the fleet has no model 'other'; it has m" in result.stderr) == (2, True)
 
 
 def test_ctrl_c_leaves_the_rollout_alone(fleet_of_one: Path) -> None:
@@ -195,3 +212,34 @@ def test_ctrl_c_leaves_the_rollout_alone(fleet_of_one: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert status()["exit_code"] == 4
+
+
+def test_how_far_the_start_of_the_new_version_is(fleet_of_one: Path) -> None:
+    place = ["--state-dir", str(fleet_of_one)]
+
+    def said(*words: str) -> str:
+        return CliRunner().invoke(pagefleet, [*words, *place]).stdout
+
+    def starting() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(said("swap", "status", "m", "--json"))["starting"]
+        return found
+
+    assert "starting" in said("swap", "start", "m", "--to", "fake/late-3600", "--detach")
+    deadline = time.monotonic() + PATIENCE
+    while [unit["phase"] for unit in starting()] != ["weights"]:
+        assert time.monotonic() < deadline, starting()
+        time.sleep(0.1)
+    (unit,) = starting()
+    assert (unit["done"], unit["total"]) == (30, 100)
+    slot = unit["slot"]
+    assert re.search(rf"{slot} +starting +weights", said("swap", "status", "m"))
+    assert f"m: starting: {slot}: weights 25%" in said("swap", "watch", "m", "--timeout", "100ms")
+    watched = json.loads(said("swap", "watch", "m", "--timeout", "100ms", "--json").splitlines()[0])
+    assert watched["starting"] == [unit]
+    assert f"{slot}" in said("status")
+    assert "weights 30%" in said("status")
+    processes = json.loads(said("top", "--interval", "0.1", "--json"))["processes"]
+    assert [(one["phase"], one["done"]) for one in processes if one["slot"] == slot] == [("weights", 30)]
+    said("swap", "abort", "m")
+    assert CliRunner().invoke(pagefleet, ["swap", "watch", "m", *place]).exit_code == 4
+    assert starting() == []

@@ -26,7 +26,7 @@ POLL = 0.1  # seconds between looks at states and boards
 RESTORE_TRIES = 3  # crashes of the old version, started again, that say it can't be
 
 GONE: tuple[UnitState, ...] = ("backoff", "failed", "stopped")
-_UNBORN: tuple[UnitState, ...] = ("waiting", "starting")  # no user has been there yet
+UNBORN: tuple[UnitState, ...] = ("waiting", "starting")  # no user has been there yet
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Hands:
     async def _until_empty(self, side: Side) -> None:
         """Fences the side's workers until each says that it has no request, or its process is gone."""
         self.repair(side, False)
-        async with peers(self._peers(side, without=_UNBORN)) as leaving:
+        async with peers(self._peers(side, without=UNBORN)) as leaving:
             waiting = {peer.slot: peer for peer in leaving}
             while waiting:
                 gone = {status.slot for status in self.statuses(side) if status.state in GONE}

@@ -15,14 +15,14 @@ from gateway.config import FleetFile
 from gateway.fleet.driver.asked import Plan, StartRequest, SwapError, new_version
 from gateway.fleet.driver.clock import clock_now
 from gateway.fleet.driver.driver import Driver
-from gateway.fleet.driver.hands import Hands, Site, Team
+from gateway.fleet.driver.hands import UNBORN, Hands, Site, Team
 from gateway.fleet.driver.models import Model, Models
 from gateway.fleet.driver.planning import Planner
 from gateway.fleet.driver.redis_watch import watch
 from gateway.fleet.driver.survival import standby_was_there
 from gateway.fleet.errors import EXIT_DEGRADED
 from gateway.fleet.judge import Verdict
-from gateway.fleet.rollout import Record, Refusal, Rollout, Version, command, record_of
+from gateway.fleet.rollout import Record, Refusal, Rollout, Version, command, no_rollout, record_of
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Side
 from gateway.fleet.unit import UnitStatus
@@ -238,11 +238,15 @@ class Rollouts:
             raise SwapError.of(refusal)
         return self.status(name)
 
+    def latest(self, name: str) -> Rollout | None:
+        """The model's rollout that is under way, or its last one; None when it never had one."""
+        return self.models.named(name).rollout
+
     def status(self, name: str) -> Rollout:
-        """The model's rollout that is under way, or its last one. SwapError when it never had one."""
-        rollout = self.models.named(name).rollout
+        """The same; SwapError when it never had one."""
+        rollout = self.latest(name)
         if rollout is None:
-            raise SwapError("the model has no rollout; `pagefleet swap start` begins one")
+            raise SwapError(no_rollout(name))
         return rollout
 
     async def wait(self, name: str, revision: int, seconds: float) -> Rollout:
@@ -253,6 +257,15 @@ class Rollouts:
                 async with asyncio.timeout(seconds):
                     await driver.changed.wait()
         return self.status(name)
+
+    def starting(self, name: str) -> tuple[UnitStatus, ...]:
+        """The processes of the model's rollout that aren't ready yet; none when it is over."""
+        model = self.models.get(name)
+        if model is None or model.driver is None:
+            return ()
+        slots = self._site.workers.slots(name)
+        units = (self._site.workers.unit(slot.name) for slot in slots)
+        return tuple(unit.status for unit in units if unit is not None and unit.status.state in UNBORN)
 
     def under_way(self, name: str) -> str | None:
         """The id of the model's rollout that isn't over; None also for a model that isn't there."""

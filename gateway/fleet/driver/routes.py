@@ -16,6 +16,7 @@ from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_FAILED, EXIT
 from gateway.fleet.rollout import Rollout
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.commands import EXIT_MISFIT
+from gateway.fleet.unit import UnitStatus
 
 LONGEST_WAIT = 60.0  # seconds
 _STATUS = {EXIT_INVALID: 422, EXIT_MISFIT: 507, EXIT_CONFLICT: 409, EXIT_DEGRADED: 503}
@@ -24,10 +25,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of a rollout. `exit_code`: of a command that waits for its end; None while it runs."""
+    """What is told of a rollout. `exit_code`: of a command that waits for its end; None while it runs.
+    `starting`: the model's processes that aren't ready yet, and how far they are."""
 
     rollout: Rollout
     exit_code: int | None
+    starting: tuple[UnitStatus, ...] = ()
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +44,11 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
     """``POST /rollouts/{model}`` starts one (`?dry_run=1`: only says what it would do), and
     ``POST /rollouts/{model}/pause`` (resume, promote, abort, undo; `promote?full=1`: to the end) commands it.
     ``GET /rollouts``, ``/rollouts/{model}`` (`?revision=N&wait=30`: as soon as it is another one) and
-    ``/rollouts/{model}/history`` tell of them."""
+    ``/rollouts/{model}/history`` tell of them; null: there was none."""
+
+    def told(rollout: Rollout) -> RolloutStatus:
+        starting = rollouts.starting(rollout.model)
+        return RolloutStatus(rollout=rollout, exit_code=rollout.exit_code, starting=starting)
 
     async def start(request: Request) -> Response:
         try:
@@ -51,30 +58,31 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
         name = request.path_params["model"]
         if request.query_params.get("dry_run") == "1":
             return json_response(await rollouts.plan(name, asked))
-        return json_response(_told(await rollouts.start(name, asked)), 202)
+        return json_response(told(await rollouts.start(name, asked)), 202)
 
     async def undo(request: Request) -> Response:
-        return json_response(_told(await rollouts.undo(request.path_params["model"])), 202)
+        return json_response(told(await rollouts.undo(request.path_params["model"])), 202)
 
     def commanded(make: Callable[[Request], e.Command]) -> Handler:
         async def handler(request: Request) -> Response:
-            return json_response(_told(rollouts.command(request.path_params["model"], make(request))), 202)
+            return json_response(told(rollouts.command(request.path_params["model"], make(request))), 202)
 
         return handler
 
     async def show(request: Request) -> Response:
         name, query = request.path_params["model"], request.query_params
         if "revision" not in query:
-            return json_response(_told(rollouts.status(name)))
+            latest = rollouts.latest(name)
+            return json_response(None if latest is None else told(latest))
         try:
             revision, wait = int(query["revision"]), float(query.get("wait", 0))
         except ValueError:
             raise SwapError("revision and wait must be numbers", EXIT_INVALID) from None
         wait = min(wait, LONGEST_WAIT) if wait > 0 else 0.0  # also of NaN
-        return json_response(_told(await rollouts.wait(name, revision, wait)))
+        return json_response(told(await rollouts.wait(name, revision, wait)))
 
     async def show_all(_: Request) -> Response:
-        return json_response([_told(rollout) for rollout in rollouts.all()])
+        return json_response([told(rollout) for rollout in rollouts.all()])
 
     async def history(request: Request) -> Response:
         return json_response(rollouts.history(request.path_params["model"]))
@@ -125,10 +133,6 @@ def refusable(handler: Handler) -> Handler:
         return json_response({"error": failure}, _STATUS.get(failure.exit_code, 500))
 
     return answer
-
-
-def _told(rollout: Rollout) -> RolloutStatus:
-    return RolloutStatus(rollout=rollout, exit_code=rollout.exit_code)
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -49,7 +49,7 @@ What holds in every order of events (tests/gateway/test_rollout_exploration.py g
 - Every state has a way to an end. Only paused ones, and those whose verdict is *hold*, wait for a person.
 """
 
-from gateway.fleet.rollout.commands import Refusal, command
+from gateway.fleet.rollout.commands import Refusal, command, no_rollout
 from gateway.fleet.rollout.facts import fact
 from gateway.fleet.rollout.model import Options, Record, Rollout, Version, decode, encode, record_of
 from gateway.fleet.rollout.moves import actions_of
@@ -65,5 +65,6 @@ __all__ = [
     "decode",
     "encode",
     "fact",
+    "no_rollout",
     "record_of",
 ]

@@ -30,6 +30,11 @@ class Refusal(msgspec.Struct, frozen=True):
     exit_code: int = EXIT_CONFLICT
 
 
+def no_rollout(model: str = "the model") -> str:
+    """What is said of one that never had a rollout."""
+    return f"there was no rollout of {model}; `pagefleet swap start` begins one"
+
+
 def start(rollout: Rollout | None, asked: e.Start, now: float) -> Step | Refusal:
     if rollout is not None and not rollout.terminal:
         return Refusal(
@@ -159,7 +164,7 @@ def command(rollout: Rollout | None, asked: e.Command, now: float) -> Step | Ref
     if isinstance(asked, e.Undo):
         return undo(rollout, asked, now)
     if rollout is None:
-        return Refusal("the model has no rollout; `pagefleet swap start` begins one")
+        return Refusal(no_rollout())
     if rollout.terminal:
         way_out = "; `undo` goes back" if rollout.phase == "completed" else ""
         return Refusal(f"rollout {rollout.id} is over ({rollout.phase}){way_out}")
