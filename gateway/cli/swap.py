@@ -36,7 +36,7 @@ def swap() -> None:
     A standby is loaded and proven, gets a share of the users step by step, is judged against the old version
     at each step, and takes over; the old one is drained and stopped. What fails goes back by itself.
 
-    Exit codes: 0 done, 1 failed or no fleet is up, 2 invalid, 3 timed out and still running, 4 rolled back or
+    Exit codes: 0 done, 1 failed or nobody answers, 2 invalid, 3 timed out and still running, 4 rolled back or
     aborted, 5 doesn't fit, 6 not now (another rollout is under way, or none to do that to), 7 Redis is down,
     130 detached by Ctrl-C while the rollout goes on.
     """

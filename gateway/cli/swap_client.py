@@ -8,7 +8,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from gateway.cli.common import ANSWER_WITHIN, EXIT_STILL_RUNNING, PATIENCE, why_unreachable
+from gateway.cli.common import ANSWER_WITHIN, PATIENCE, why_unreachable
 from gateway.fleet.driver.asked import Plan, StartRequest
 from gateway.fleet.driver.routes import Failure, RolloutStatus
 from gateway.fleet.errors import EXIT_CONFLICT, EXIT_FAILED
@@ -92,9 +92,7 @@ class Swaps:
         try:
             response = self._client.request(method, path, content=content, timeout=within or PATIENCE)
         except (httpx.HTTPError, OSError) as error:
-            goes_on = method == "POST" and isinstance(error, httpx.TimeoutException)
-            code = EXIT_STILL_RUNNING if goes_on else EXIT_FAILED
-            raise Unreachable(why_unreachable(self._state, error), code) from None
+            raise Unreachable(why_unreachable(self._state, error)) from None
         try:
             if response.status_code >= 400:
                 refusal = msgspec.json.decode(response.content, type=_Refusal).error

@@ -91,7 +91,7 @@ def reap(path: Path, patience: float = 5.0) -> int:
     """Kills what the supervisor that wrote `path` left, waits until it is gone, says how many there were."""
     records = read_records(path)
     if records is None or records.boot_id != boot_id():
-        path.unlink(missing_ok=True)
+        _forget(path)
         return 0
     victims = {process.pid: process for process in marked(records.instance)}
     for record in records.processes:
@@ -106,5 +106,10 @@ def reap(path: Path, patience: float = 5.0) -> int:
     while marked(records.instance) and time.monotonic() < deadline:
         kill_marked(records.instance)
         time.sleep(0.02)
-    path.unlink(missing_ok=True)
+    _forget(path)
     return len(victims)
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a directory in its place: the next supervisor says so
+        path.unlink()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ MEMORY = Path("/dev/shm")  # a file system without a disk
 _ROOM = 16 << 20  # bytes free there, for boards that grow
 LINK = "link"  # a file there, for who wonders whose it is: the link that leads there
 LOCK = "lock"  # holds its owner's process id
+_ENDINGS = (".json", ".jsonl", ".log", ".db", ".tmp")  # of the files that we keep there
 SUPERVISOR_LOG = "supervisor"  # of a detached one
 
 
@@ -81,8 +83,28 @@ class StateDir:
         self.make()
         self._lock = self._locked()
 
+    def check(self) -> None:
+        """InvalidFleet where something else is in the place of one of our files: a directory that can't be
+        replaced, a pipe or a device on which whoever reads or writes it waits for ever."""
+        for directory in (self.root, self.run, self.logs, self.rollouts):
+            for path in directory.iterdir():
+                if path.suffix in _ENDINGS or path == self._sockets_elsewhere:
+                    self._check_file(path)
+
+    def _check_file(self, path: Path) -> None:
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:  # a link to nothing: who writes it says what is wrong, or replaces it
+            return
+        except OSError as error:
+            raise self._unusable(error) from None
+        if not stat.S_ISREG(mode):
+            what = "a directory" if stat.S_ISDIR(mode) else "no file"
+            raise InvalidFleet(f"state_dir {self.root} can't be used: {path} is {what}; move it away")
+
     def _locked(self) -> int:
         try:
+            self._check_file(self.root / LOCK)
             lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise self._unusable(error) from None

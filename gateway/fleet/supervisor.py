@@ -82,6 +82,7 @@ class Supervisor:
         """Owns state directory and port; Conflict or InvalidFleet when somebody else has them."""
         self.state.acquire()
         try:
+            self.state.check()
             slots = [slot.name for slot in [*self._slots, *self._other_slots()]]
             with self._hosting.open(slots, self._gateways):
                 self._gateways_differ = _differ(self.state.config, self._fleet)

@@ -3,6 +3,7 @@ read, another user, lines that a terminal would obey."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
