@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from contracts.errors import ApiError
 from gateway.identity import jwks
 from gateway.identity.authenticator import Authenticator
+from tests.gateway.oidc_checks import ask, checking
 from tests.gateway.oidc_issuer import AUDIENCE, KEYS, Issuer
-from tests.gateway.test_identity_oidc import ask, checking
 
 HASHES = {"256": hashes.SHA256(), "384": hashes.SHA384(), "512": hashes.SHA512()}
 CURVES = {"256": ("P-256", ec.SECP256R1(), 32), "384": ("P-384", ec.SECP384R1(), 48)}

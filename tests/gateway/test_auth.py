@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import re
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from click.testing import CliRunner
 
 from contracts.errors import model_not_found
-from gateway.cli import main as pagefleet
 from gateway.identity import keyring
-from gateway.identity.keyring import POLL_EVERY
-from gateway.identity.proxies import peer_of
 from gateway.identity.secret import new_key
 from gateway.identity.store import KEYS_FILE, KeyStore
 from gateway.routes import native
 from gateway.routes import openai as openai_routes
-from gateway.targets import shares_of, sticky
-from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, target, until
+from tests.gateway.auth_checks import EFFECTIVE, KEYS, bearer, move, seen, written
+from tests.gateway.rig import CHAT, Rig, error_of, http_post, one_worker, until
 
-KEYS = {"auth": {"mode": "keys"}}
-EFFECTIVE = 0.5  # seconds within which a change must hold
 FAKES: tuple[dict[str, Any], ...] = (
     {},
     {"do": "reset"},
@@ -40,22 +27,9 @@ FAKES: tuple[dict[str, Any], ...] = (
     {"do": "sse", "die_at": 2},
     {"do": "status", "status": 500},
 )
+
+
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[KeyStore]:
-    with KeyStore(tmp_path / KEYS_FILE, create=True, write=True) as store:
-        yield store
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
-async def seen() -> None:
-    """Until every gateway looks at the store again."""
-    await asyncio.sleep(POLL_EVERY)
 
 
 def sdk(rig: Rig, key: str) -> openai.AsyncOpenAI:
@@ -271,125 +245,6 @@ async def test_keys_that_cannot_be_read_for_long(
         assert (await rig.post(headers=bearer(key))).status_code == 200
 
 
-# --- processes
-
-
-@contextlib.contextmanager
-def processes(rig: Rig, count: int, auth: str = "{mode: keys}") -> Iterator[Callable[[], list[str]]]:
-    """Gateways as processes of their own in the rig's folder, where they log; gives their addresses."""
-    config = rig.folder / "fleet.yaml"
-    config.write_text(f"gateway: {{port: 0, auth: {auth}}}\nmodels: [{{name: m, source: o/n}}]\n")
-    command = [sys.executable, "-m", "gateway", "--config", str(config), "--state-dir", str(rig.folder)]
-    children = []
-    for number in range(count):
-        with (rig.folder / f"gateway{number}.log").open("wb") as log:
-            children.append(subprocess.Popen(command, stderr=log))
-
-    def urls() -> list[str]:
-        ports = re.findall(rb"serves on \('127.0.0.1', (\d+)\)", written(rig.folder, "*.log"))
-        return [f"http://127.0.0.1:{port.decode()}" for port in ports]
-
-    try:
-        yield urls
-    finally:
-        for child in children:
-            child.terminate()
-        for child in children:
-            assert child.wait(60) == 0
-
-
-@contextlib.asynccontextmanager
-async def clients_of(
-    rig: Rig, count: int, auth: str = "{mode: keys}"
-) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """One client for each of so many gateway processes."""
-    with processes(rig, count, auth) as urls:
-        await until(lambda: len(urls()) == count, 60)
-        async with contextlib.AsyncExitStack() as stack:
-            # They say their address just before they listen.
-            transport = httpx.AsyncHTTPTransport(retries=5)
-            await stack.enter_async_context(transport)
-            clients = [httpx.AsyncClient(base_url=url, transport=transport, timeout=60) for url in urls()]
-            for client in clients:
-                assert (await client.get("/health")).status_code == 200
-            yield clients
-
-
-def move(source: Path, destination: Path) -> None:
-    """The store with the files that belong to it, over what is there; the gateway never finds it in part."""
-    for file in sorted(source.glob(f"{KEYS_FILE}*"), key=lambda file: file.name == KEYS_FILE):
-        file.replace(destination / file.name)
-
-
-def written(folder: Path, pattern: str) -> bytes:
-    """All that is in files so named."""
-    return b"".join(path.read_bytes() for path in folder.glob(pattern))
-
-
-def keys(folder: Path, *arguments: str) -> str:
-    """What ``pagefleet keys`` prints."""
-    result = CliRunner().invoke(pagefleet, ["keys", *arguments, "--state-dir", str(folder)])
-    assert result.exit_code == 0, result.stderr
-    return result.stdout.strip()
-
-
-async def agree(clients: list[httpx.AsyncClient], key: str, status: int) -> None:
-    """All gateways give this status within half a second."""
-    changed = time.monotonic()
-    while True:
-        began = time.monotonic()
-        answers = [(await client.get("/v1/models", headers=bearer(key))).status_code for client in clients]
-        if set(answers) == {status}:
-            return
-        assert began - changed < EFFECTIVE, answers
-
-
-async def test_two_processes_on_one_store(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.route(target(worker := await rig.worker()))
-    async with clients_of(rig, 2) as clients:
-        await agree(clients, new_key()[1], 401)  # there is no store yet
-        key = keys(tmp_path, "create", "--user", "alice", "--model", "m")
-        await agree(clients, key, 200)
-        successor = keys(tmp_path, "rotate", key, "--grace", "1h")
-        await agree(clients, successor, 200)
-        await agree(clients, key, 200)
-        keys(tmp_path, "revoke", key)
-        await agree(clients, key, 401)
-        for client in clients:
-            assert (
-                await client.post(CHAT, json={"model": "m"}, headers=bearer(successor))
-            ).status_code == 200
-    await worker.stop()
-    logs = written(tmp_path, "*.log").decode()
-    assert logs.count("auth: keys") == 2
-    assert "Traceback" not in logs
-    for text in (key, successor):
-        assert text.rpartition("_")[2] not in logs
-
-
-async def test_without_keys_the_log_says_so(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.route(target(worker := await rig.worker()))
-    async with clients_of(rig, 1, "{mode: none}") as (client,):
-        assert (await client.post(CHAT, json={"model": "m"})).status_code == 200
-        assert (await client.post(CHAT, json={"model": "m"}, headers=bearer("sk-1"))).status_code == 200
-    await worker.stop()
-    assert "auth: none; whoever reaches this gateway may use it" in (tmp_path / "gateway0.log").read_text()
-
-
-def test_keys_that_cannot_be_read_end_the_process(tmp_path: Path) -> None:
-    """With code 1, after which the supervisor tries again: serving nobody in silence would be worse."""
-    (tmp_path / KEYS_FILE).write_text("no keys in here" * 1000)
-    config = tmp_path / "fleet.yaml"
-    config.write_text("gateway: {port: 0, auth: {mode: keys}}\nmodels: [{name: m, source: o/n}]\n")
-    command = [sys.executable, "-m", "gateway", "--config", str(config), "--state-dir", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert f"the keys in {tmp_path / KEYS_FILE} can't be used" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
 # --- secrets
 
 
@@ -421,149 +276,3 @@ async def test_no_key_in_logs_metrics_answers_or_at_the_worker(
     everything = "\n".join(texts).encode() + written(tmp_path, "*.json") + written(tmp_path, f"{KEYS_FILE}*")
     for key in (good, unknown, revoked):
         assert key.rpartition("_")[2][:12].encode() not in everything
-
-
-# --- users
-
-
-class Split:
-    """A rollout at one half, which shows whom a request counts for."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-
-    async def worker(self, headers: dict[str, str], **body: Any) -> str:
-        response = await self.rig.post({"model": "m", **body}, headers=headers)
-        assert response.status_code == 200, response.text
-        return str(response.json()["served_by"])
-
-    def of(self, user: str) -> str:
-        live = list(self.rig.app.router.table.entries["m"].live)
-        return sticky(shares_of(live), "s", "m", user)[0].target.slot
-
-    async def count_for(self, counted: str, headers: dict[str, str], **body: Any) -> bool:
-        return await self.worker(headers, **body) == self.of(counted)
-
-
-@contextlib.asynccontextmanager
-async def split(folder: Path, **auth: Any) -> AsyncIterator[Split]:
-    rig = Rig(folder, auth=auth)
-    workers = [await rig.worker(name) for name in "ab"]
-    rollout: dict[str, Any] = {"rollout_id": "r", "salt": "s"}
-    rig.route(
-        *(target(worker, slot=worker.name, weight_bp=5000, variant=worker.name) for worker in workers),
-        **rollout,
-    )
-    async with rig.running():
-        yield Split(rig)
-
-
-USERS = [f"user{number}" for number in range(12)]  # chance passes them all once in 4096
-ADDRESSES = [f"198.51.100.{number}" for number in range(12)]
-
-
-async def test_with_keys_the_user_is_the_key_s(store: KeyStore, tmp_path: Path) -> None:
-    made = {user: bearer(store.create(user)[1]) for user in USERS}
-    async with split(tmp_path, mode="keys", trusted_proxies=["127.0.0.1"]) as rollout:
-        for user, headers in made.items():
-            assert await rollout.count_for(user, headers)
-            for lie in USERS[:3]:
-                sent = {**headers, "x-user-id": lie, "x-forwarded-for": lie}
-                assert await rollout.count_for(user, sent, user=lie)
-
-
-async def test_a_trusted_proxy_names_user_and_address(tmp_path: Path) -> None:
-    async with split(tmp_path, trusted_proxies=["127.0.0.1", "10.0.0.0/8"]) as rollout:
-        for user, address in zip(USERS, ADDRESSES, strict=True):
-            assert await rollout.count_for(user, {"x-user-id": user}, user="somebody")
-            assert await rollout.count_for(address, {"x-forwarded-for": f"1.2.3.4, {address}, 10.9.9.9"})
-            assert await rollout.count_for("127.0.0.1", {"forwarded": f"for={address}"}, user=user)
-        response = await rollout.rig.client.post(
-            CHAT, json={"model": "m"}, headers=[("x-user-id", "a"), ("x-user-id", "b")]
-        )
-        assert (response.status_code, error_of(response)["code"]) == (400, "ambiguous_user")
-
-
-async def test_the_other_header(tmp_path: Path) -> None:
-    auth = {"trusted_proxies": ["127.0.0.1"], "forwarded_header": "forwarded"}
-    async with split(tmp_path, **auth) as rollout:
-        for address in ADDRESSES:
-            assert await rollout.count_for(address, {"forwarded": f"for=1.2.3.4, for={address};proto=http"})
-            assert await rollout.count_for("127.0.0.1", {"x-forwarded-for": address})
-
-
-async def test_nobody_else_is_believed(tmp_path: Path) -> None:
-    async with split(tmp_path, trusted_proxies=["10.0.0.0/8", "unix:"]) as rollout:
-        for user, address in zip(USERS, ADDRESSES, strict=True):
-            sent = {"x-user-id": user, "x-forwarded-for": address, "forwarded": f"for={address}"}
-            assert await rollout.count_for("127.0.0.1", sent, user=user)
-
-
-async def test_without_proxies_no_address_is_believed(tmp_path: Path) -> None:
-    async with split(tmp_path) as rollout:
-        for user, address in zip(USERS, ADDRESSES, strict=True):
-            sent = {"x-forwarded-for": address, "forwarded": f"for={address}"}
-            assert await rollout.count_for("127.0.0.1", sent)
-            assert await rollout.count_for(user, sent, user=user)
-            assert await rollout.count_for(user, {**sent, "x-user-id": user}, user="somebody")
-
-
-NGINX = """
-daemon off; master_process off; pid nginx.pid; error_log stderr;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path body; proxy_temp_path proxy;
-    fastcgi_temp_path f; uwsgi_temp_path u; scgi_temp_path s;
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            auth_basic "users"; auth_basic_user_file users;
-            proxy_bind 127.0.0.2;
-            proxy_pass http://127.0.0.1:{gateway};
-            proxy_set_header X-User-Id $remote_user;
-            proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
-        }}
-    }}
-}}
-"""
-
-
-@contextlib.contextmanager
-def nginx(folder: Path, gateway: int) -> Iterator[str]:
-    """A real one that knows its users by password and reaches the gateway from 127.0.0.2; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (folder / "users").write_text("".join(f"{user}:{{PLAIN}}secret\n" for user in USERS))
-    (folder / "nginx.conf").write_text(NGINX.format(port=port, gateway=gateway))
-    process = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")])
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-@pytest.mark.nginx
-async def test_users_of_a_real_nginx(tmp_path: Path) -> None:
-    """What a client says of itself counts neither through the proxy nor beside it."""
-    lies = {"x-user-id": "root", "x-forwarded-for": "1.2.3.4"}
-    async with split(tmp_path, trusted_proxies=["127.0.0.2"]) as rollout:
-        with nginx(tmp_path, rollout.rig.port) as url:
-            transport = httpx.AsyncHTTPTransport(retries=5)
-            async with httpx.AsyncClient(base_url=url, transport=transport, timeout=60) as client:
-                assert (await client.post(CHAT, json={"model": "m"}, headers=lies)).status_code == 401
-                for user in USERS:
-                    answer = await client.post(
-                        CHAT, json={"model": "m", "user": "root"}, headers=lies, auth=(user, "secret")
-                    )
-                    assert answer.json()["served_by"] == rollout.of(user)
-        for user in USERS:
-            assert await rollout.count_for("127.0.0.1", {"x-user-id": user}, user=user)
-
-
-def test_a_client_that_is_gone_is_no_unix_socket() -> None:
-    assert peer_of({"client": ("192.0.2.1", 5), "server": ("127.0.0.1", 80)}) == ("192.0.2.1", 5)
-    assert peer_of({"client": None, "server": ("/run/gateway.sock", None)}) is None
-    assert peer_of({"client": None, "server": None}) is None
-    assert peer_of({"client": None, "server": ("127.0.0.1", 80)}) == ("unknown", 0)

@@ -17,8 +17,8 @@ import pytest
 from gateway.board import FRESH_SECONDS
 from gateway.fleet.observer import Observer
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.gateway_processes import Client, Gateways, gateways
 from tests.gateway.rig import Rig, error_of, http_post, target, until
-from tests.gateway.test_processes import Client, Gateways, gateways
 
 USERS = [f"user{number}" for number in range(50)]
 

@@ -18,8 +18,8 @@ from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.queue import Priority, Queue
 from gateway.routing import Router, RouterSettings
 from gateway.targets import Backend
+from tests.gateway.gateway_processes import Client, gateways
 from tests.gateway.rig import Rig, error_of, target, until
-from tests.gateway.test_processes import Client, gateways
 
 
 def ready(slot: str, **fields: Any) -> Target:

@@ -18,16 +18,10 @@ from gateway.identity.identity import Identity, KeyLimits
 from gateway.identity.keyring import POLL_EVERY
 from gateway.identity.proxies import TrustedProxies
 from gateway.identity.secret import new_key
-from gateway.identity.store import KEYS_FILE, KeyStore
+from gateway.identity.store import KeyStore
 
 PEER = ("203.0.113.9", 4711)
 PROXY = ("10.0.0.1", 4711)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[KeyStore]:
-    with KeyStore(tmp_path / KEYS_FILE, create=True, write=True) as store:
-        yield store
 
 
 @pytest.fixture

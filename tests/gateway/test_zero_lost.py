@@ -18,9 +18,9 @@ import pytest
 from gateway.fleet.observer import Observer
 from gateway.fleet.state import Target
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.gateway_processes import Gateways, gateways
 from tests.gateway.numbered_load import Load
 from tests.gateway.rig import Rig, target, until
-from tests.gateway.test_processes import Gateways, gateways
 
 
 class Swaps:

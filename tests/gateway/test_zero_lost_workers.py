@@ -17,9 +17,9 @@ import msgspec
 from contracts.times import Times
 from gateway.fleet.observer import Observer
 from gateway.fleet.state import Target
+from tests.gateway.gateway_processes import gateways
 from tests.gateway.numbered_load import Asked, Load
 from tests.gateway.rig import until
-from tests.gateway.test_processes import gateways
 
 FAKE = [sys.executable, "-m", "tests.worker.fake_worker", "--model", "fake", "--served-model-name", "m"]
 PATHS = ("/v1/completions", "/generate")
