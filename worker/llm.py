@@ -90,7 +90,8 @@ class LLM:
         `sampling_params` is one for all, or one for each. `progress` draws a bar on the terminal.
 
         Raises ValueError, before anything runs, when a prompt is empty or too long, or when text is given and
-        the model has no tokenizer. After an exception, Ctrl-C included, nothing goes on running.
+        the model has no tokenizer. After an exception, Ctrl-C included, nothing goes on running
+        and the next call works; only after a failure of the device itself every one is a RuntimeError.
         """
         encoded = [self._prompting.encode(prompt) for prompt in as_list(prompts)]
         return self._answer(encoded, sampling_params, progress, continuation=True)
@@ -131,7 +132,7 @@ class LLM:
         """Give the memory back. Whatever is asked afterwards is a RuntimeError."""
         if self._loaded is None:
             return
-        on_gpu = self._loaded.config.device.type == "cuda"
+        on_gpu = self._loaded.config.device.type == "cuda" and not self._loaded.failure
         self._loaded = None
         gc.collect()  # graphs and modules refer to each other
         if on_gpu:

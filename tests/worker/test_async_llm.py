@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.worker import faulty_engine
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
-from worker import LLM, AsyncLLM, SamplingParams
+from worker import LLM, AsyncLLM, SamplingParams, async_llm
 from worker.async_llm import EngineDead
 from worker.outputs import RequestOutput
 
@@ -158,6 +159,28 @@ async def test_the_death_of_the_engine_is_told_to_everybody(model: str) -> None:
             assert "signal 9" in str(error)
         with pytest.raises(EngineDead, match="signal 9"):
             await last(llm, "A")
+
+
+async def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_llm, "engine_command", faulty_engine.command)
+    poison = [5, faulty_engine.POISON, 6]
+    async with running(model) as llm:
+        expected = (await last(llm, "A")).outputs
+        beside = asyncio.create_task(last(llm, [5], ENDLESS))
+        await eventually(lambda: llm.stats.running)
+        for task in (asyncio.create_task(last(llm, poison)), beside):
+            with pytest.raises(RuntimeError, match="the engine failed in a step of this request: out of mem"):
+                await task
+        assert (await last(llm, "A")).outputs == expected
+        assert llm._client is not None
+        assert await llm._client.call("check_integrity") == ""
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the engine failed in a step"):
+                await last(llm, poison)
+        with pytest.raises(EngineDead, match="steps keep failing: out of memory: weights"):
+            await last(llm, poison)  # the fourth within a minute
 
 
 async def test_life(model: str) -> None:

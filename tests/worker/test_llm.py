@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import os
 import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 import rich
+import torch
 from rich.console import Console
 
+from tests.worker.overlapped import overlap_steps
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
 from worker import LLM, SamplingParams, loading_bar
 from worker.engine.loop import Engine
+from worker.engine.scheduler import Scheduler
 from worker.interrupts import interrupts_held
 from worker.ipc.messages import Progress
 from worker.params import StructuredOutputs
+from worker.runner.sampler import Sampled, Sampler
+from worker.runner.step import Runner
 
 OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_memory_bytes": "8MiB", "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -178,6 +185,60 @@ def test_ctrl_c_comes_between_steps(llm: LLM) -> None:
         assert llm.check_integrity() == ""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate([5], GREEDY)[0].finished
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_step_that_fails_costs_its_call_and_nothing_else(
+    model: str, overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it fails: pages and rows are free, and the next call gives what it would have given."""
+    prompts = [[5, i, *range(40)] for i in range(12)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=7, repetition_penalty=1.2)
+    places = [(Scheduler, "_schedule_row"), (Scheduler, "update"), (Runner, "forward"), (Sampler, "sample")]
+
+    def fail_once(owner: type, name: str, after: int) -> None:
+        whole, calls = getattr(owner, name), itertools.count()
+
+        def failing(*arguments: Any) -> Any:
+            if next(calls) == after:
+                raise torch.OutOfMemoryError("no memory is left")
+            return whole(*arguments)
+
+        monkeypatch.setattr(owner, name, failing)
+
+    with LLM(model, **OPTIONS) as llm:
+        if overlapped:
+            overlap_steps(llm)
+        expected = llm.generate(prompts, params)
+        for owner, name in [*places, (Sampled, "read")]:
+            for after in (0, 5):
+                fail_once(owner, name, after)
+                with pytest.raises(torch.OutOfMemoryError):
+                    llm.generate(prompts, params)
+                assert llm.check_integrity() == ""
+                assert llm.stats.running == llm.stats.waiting == 0
+            again = llm.generate(prompts, params)
+            assert [one.outputs for one in again] == [one.outputs for one in expected]
+            assert llm.check_integrity() == ""
+
+
+def test_after_a_failure_of_the_device_an_llm_says_that_it_is_dead(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA error stays: a context that had one can't be used again. Here it is only called so."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with LLM(model, **OPTIONS) as llm:
+        monkeypatch.setattr(torch.cuda, "synchronize", broken)
+        monkeypatch.setattr(llm._engine.runner, "forward", broken)
+        monkeypatch.setattr(llm._engine, "config", replace(llm._engine.config, device=torch.device("cuda")))
+        with pytest.raises(RuntimeError, match=r"^CUDA error"):
+            llm.generate([5], GREEDY)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no step can run in this process any more: CUDA error"):
+                llm.generate([5], GREEDY)
 
 
 def test_a_second_ctrl_c_is_not_held() -> None:

@@ -132,13 +132,17 @@ class Grammars:
         self._waiting.setdefault(form, []).append(request)
         return False
 
+    def waits(self, request: Request) -> bool:
+        """Whether the request waits for its constraint."""
+        form = request.params.structured_outputs
+        return form is not None and request in self._waiting.get(form, ())
+
     def forget(self, request: Request) -> bool:
         """Whether the request was waiting for its constraint; it waits no more."""
         form = request.params.structured_outputs
-        waiting = self._waiting.get(form, []) if form is not None else []
-        if request not in waiting:
+        if form is None or not self.waits(request):
             return False
-        waiting.remove(request)
+        self._waiting[form].remove(request)
         return True
 
     def ready(self, wait: float = 0.0) -> list[tuple[Request, str]]:

@@ -64,6 +64,10 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self._grammars = grammars
+        self.failure = ""  # why nothing can run any more
+        # What the last step has found so far; after its exception too, and then with the ends of requests
+        # that were lost to it.
+        self.outputs: list[RequestOutput] = []
         self._requests: dict[str, Request] = {}
         self._launched: deque[tuple[Launched, float]] = deque()  # and when
         self._collected = 0.0  # when the last step was known to have ended
@@ -133,7 +137,10 @@ class Engine:
         return bool(self._requests) or bool(self._launched)
 
     def add(self, message: EngineRequest) -> RequestOutput | None:
-        """Queue a request; an output with the reason when it can never run."""
+        """Queue a request; an output with the reason when it can never run. RuntimeError once there is a
+        `failure`."""
+        if self.failure:
+            raise RuntimeError(self.failure)
         self._number += 1
         request = Request(
             message,
@@ -189,29 +196,29 @@ class Engine:
         return RequestOutput(request_id, [], finish_reason="abort")
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step and read the oldest one back. Empty when nothing has been sampled yet."""
-        now = time.monotonic()
-        outputs = [self._too_late(request) for request in self.scheduler.late(now)]
-        if self._grammars.compiling:
-            outputs += self._take_compiled()
-        step = self.scheduler.schedule(now)
-        if step.rows:
-            launched = self.runner.forward(step)
-            form = None
-            if any(request.constraint is not None for request in launched.host.sampled):
-                # What may come next depends on the tokens of the steps before. The device computes meanwhile.
-                outputs += self.drain()
-                form = self._grammars.mask(launched.host.sampled)
-            self.runner.sample(launched, form)
-            self._launched.append((launched, now))
-            self._steps += 1
-        if self._launched and (len(self._launched) >= self._depth or not step.rows):
-            outputs += self._collect(*self._launched.popleft())
-        return outputs
+        """Launch the next step and read the oldest one back. Empty when nothing has been sampled yet.
+
+        After an exception everything that ran has ended (`outputs` says so) and cached prompts are forgotten:
+        what the step left of them isn't known. What waits goes on waiting; unless `failure` is set, the next
+        step runs it.
+        """
+        self.outputs = []
+        try:
+            self._step(time.monotonic())
+        except BaseException as error:
+            self._drop_work(error)
+            raise
+        return self.outputs
 
     def drain(self) -> list[RequestOutput]:
-        """Read back all launched steps."""
-        return [output for _ in list(self._launched) for output in self._collect(*self._launched.popleft())]
+        """Read back all launched steps. As `step` after an exception."""
+        self.outputs = []
+        try:
+            self._drain()
+        except BaseException as error:
+            self._drop_work(error)
+            raise
+        return self.outputs
 
     def call(self, operation: str) -> str:
         """Operations between steps: "reset_prefix_cache", "check_integrity", "ping". "" or what went
@@ -258,29 +265,72 @@ class Engine:
             prefill_budget=scheduler.pace.budget(self.config.max_num_batched_tokens),
         )
 
-    def memory_report(self) -> str:
-        """The sum, for an out-of-memory message."""
+    def reason(self, error: BaseException) -> str:
+        """Why a step failed, in words that may be shown to anybody: with the sum, when memory ran out."""
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return type(error).__name__
         info = self.info
         return (
-            f"weights {format_bytes(info.weight_bytes)} + KV cache {format_bytes(info.kv_cache_bytes)}, "
+            f"out of memory: weights {format_bytes(info.weight_bytes)} "
+            f"+ KV cache {format_bytes(info.kv_cache_bytes)}, "
             f"the rest activations of up to {info.max_num_batched_tokens} tokens; "
             "lower max_num_batched_tokens, kv_cache_memory_bytes or gpu_memory"
         )
 
     # ---- inside
 
-    def _take_compiled(self) -> list[RequestOutput]:
-        """Queue requests whose forms are compiled; the outputs of those whose forms can't be."""
+    def _step(self, now: float) -> None:
+        for request in self.scheduler.late(now):
+            self.outputs.append(self._too_late(request))
+        if self._grammars.compiling:
+            self._take_compiled()
+        step = self.scheduler.schedule(now)
+        if step.rows:
+            launched = self.runner.forward(step)
+            form = None
+            if any(request.constraint is not None for request in launched.host.sampled):
+                # What may come next depends on the tokens of the steps before. The device computes meanwhile.
+                self._drain()
+                form = self._grammars.mask(launched.host.sampled)
+            self.runner.sample(launched, form)
+            self._launched.append((launched, now))
+            self._steps += 1
+        if self._launched and (len(self._launched) >= self._depth or not step.rows):
+            self._collect(*self._launched.popleft())
+
+    def _drain(self) -> None:
+        while self._launched:
+            self._collect(*self._launched.popleft())
+
+    def _drop_work(self, error: BaseException) -> None:
+        """After an exception within a step."""
+        if self.config.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.config.device)
+            except RuntimeError as broken:
+                self.failure = f"the device failed, and no step can run in this process any more: {broken}"
+        self._launched.clear()
+        self._collected = math.inf
+        self.runner.forget_rows()
+        self.scheduler.drop_running()
+        waiting = {request.id for request in self.scheduler.waiting}
+        for name, request in list(self._requests.items()):
+            if name not in waiting and not self._grammars.waits(request):
+                del self._requests[name]
+                message = self.failure or f"the engine failed in a step of this request: {self.reason(error)}"
+                self.outputs.append(RequestOutput(name, [], finish_reason="error", error=message))
+
+    def _take_compiled(self) -> None:
+        """Queue requests whose forms are compiled, and end those whose forms can't be."""
         busy = self._launched or self.scheduler.running or self.scheduler.waiting
-        outputs = []
         for request, error in self._grammars.ready(0.0 if busy else COMPILING_WAIT):
             if not error:
                 self.scheduler.add(request)
                 continue
             del self._requests[request.id]
             message = f"structured output: {error}"
-            outputs.append(RequestOutput(request.id, [], finish_reason="error", error=message, refused=True))
-        return outputs
+            output = RequestOutput(request.id, [], finish_reason="error", error=message, refused=True)
+            self.outputs.append(output)
 
     def _too_late(self, request: Request) -> RequestOutput:
         del self._requests[request.id]
@@ -289,11 +339,13 @@ class Engine:
         error = f"the request waited for {waited:.3g} s, as long as it may, and has not begun"
         return RequestOutput(request.id, [], finish_reason="error", error=error, late=True)
 
-    def _collect(self, launched: Launched, since: float) -> list[RequestOutput]:
+    def _collect(self, launched: Launched, since: float) -> None:
         tokens, logprobs = launched.read()
         vectors = launched.pooled.read() if launched.pooled is not None else {}
         self._time(launched, since)
-        outputs = self._prompt_logprobs(launched.scored) if launched.scored is not None else []
+        outputs = self.outputs
+        if launched.scored is not None:
+            outputs += self._prompt_logprobs(launched.scored)
         place = 0
         for row in launched.step.rows:
             request = row.request
@@ -308,7 +360,6 @@ class Engine:
             place += 1
             if request.finish_reason is None:
                 outputs.append(self._advance(row, token, entry))
-        return outputs
 
     def _prompt_logprobs(self, scored: Scored) -> list[RequestOutput]:
         return [

@@ -15,7 +15,9 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
+from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from worker.engine.loop import Engine
 
 _PR_SET_PDEATHSIG = 1
+# A step that fails costs its requests; when so many do in so many seconds, a new process is better than this.
+_MOST_FAILURES = 3
+_FAILURES_SECONDS = 60.0
 
 
 class CannotStart(Exception):
@@ -110,6 +115,7 @@ def run(spec: EngineSpec, channel: EngineChannel[ToEngine]) -> None:
     # What loading made lives as long as the process: keep the collector from walking it again and again.
     gc.collect()
     gc.freeze()
+    failures: deque[float] = deque(maxlen=_MOST_FAILURES)
     while True:
         messages = channel.receive(0 if engine.has_work else None)
         done = StepDone([], engine.stats())
@@ -117,14 +123,24 @@ def run(spec: EngineSpec, channel: EngineChannel[ToEngine]) -> None:
             if message.shutdown:
                 return
             _take_in(engine, message, done)
-        try:
-            if engine.has_work:
-                done.outputs += engine.step()
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(f"out of memory: {engine.memory_report()}") from error
+        if engine.has_work:
+            done.outputs += _step(engine, failures)
         if messages or done.outputs:
             done.stats = engine.stats()
             channel.send(done)
+
+
+def _step(engine: Engine, failures: deque[float]) -> list[RequestOutput]:
+    """A step's outputs. One that fails ends its requests; raises when it can't be left at that."""
+    try:
+        return engine.step()
+    except Exception as error:
+        now = time.monotonic()
+        if engine.failure or (len(failures) == _MOST_FAILURES and now - failures[0] < _FAILURES_SECONDS):
+            raise RuntimeError(engine.failure or f"steps keep failing: {engine.reason(error)}") from error
+        failures.append(now)
+        traceback.print_exc()
+        return engine.outputs
 
 
 def _take_in(engine: Engine, message: ToEngine, done: StepDone) -> None:

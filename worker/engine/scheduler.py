@@ -98,6 +98,18 @@ class Scheduler:
             self._leaving.remove(request)
             self._release(request)
 
+    def drop_running(self) -> None:
+        """After an exception half way through a step: forget all requests but those that wait and are in no
+        step, and what is cached. Every page and every row is free."""
+        self.waiting = [
+            request
+            for request in self.waiting
+            if not (request.in_flight or request.pages or request.row >= 0)
+        ]
+        self.running, self._leaving = [], []
+        self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
+        self.pool = PagePool(self.pool.num_pages, self.pool.page_size, prefix_cache=self.pool.prefix_cache)
+
     # ---- one step
 
     def schedule(self, now: float) -> Step:

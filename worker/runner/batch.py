@@ -85,6 +85,11 @@ class BatchState:
             self._shown[row] = len(pages)
         return new
 
+    def forget(self) -> None:
+        """Rows show nobody's pages, and what was noted of them is never written."""
+        self._pages = [None] * len(self._pages)
+        self._cells, self._values, self._firsts = [], [], {}
+
     def flush(self) -> None:
         """Write the noted changes to the device."""
         if self._cells:

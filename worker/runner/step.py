@@ -98,6 +98,10 @@ class Runner:
         self.sample(launched)
         return launched
 
+    def forget_rows(self) -> None:
+        """No row belongs to anybody: after an exception within a step."""
+        self._state.forget()
+
     @torch.inference_mode()
     def forward(self, step: Step) -> Launched:
         """The first part of `launch`: the model. `sample` must follow before the next step's."""
