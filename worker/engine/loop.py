@@ -306,6 +306,7 @@ class Engine:
         """After an exception within a step."""
         if self.config.device.type == "cuda":
             try:
+                # What was launched writes to pages that are free in a moment.
                 torch.cuda.synchronize(self.config.device)
             except RuntimeError as broken:
                 self.failure = f"the device failed, and no step can run in this process any more: {broken}"
