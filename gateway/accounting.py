@@ -32,7 +32,8 @@ OnUsage = Callable[[Usage | None], None]
 
 _decoder = msgspec.json.Decoder(list[UsageReport])
 _USAGE = USAGE.encode()
-_PROCESS = secrets.token_hex(8).encode()
+_PROCESS = secrets.token_hex(8).encode() + b"-"
+_LINE = b"%b: %b" % (_USAGE, _PROCESS)
 _serial = itertools.count(1)
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,17 @@ class Bill:
     `address`: of the worker that may have begun on it, "" for none.
     """
 
-    __slots__ = ("address", "line", "name", "usage")
+    __slots__ = ("_number", "address", "line", "usage")
 
     def __init__(self) -> None:
-        self.name = b"%b-%x" % (_PROCESS, next(_serial))
-        self.line = b"%b: %b\r\n" % (_USAGE, self.name)
+        self._number = b"%x" % next(_serial)
+        self.line = b"%b%b\r\n" % (_LINE, self._number)
         self.address = ""
         self.usage: Usage | None = None
+
+    @property
+    def name(self) -> bytes:
+        return _PROCESS + self._number
 
     def answered(self, header: bytes) -> None:
         """`header`: what the head of the worker's answer says about it, if anything."""

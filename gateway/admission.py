@@ -21,7 +21,9 @@ _NAMES = {
     kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
     for kind in (Kind.REQUESTS, Kind.TOKENS)
 }
-_LINES = {kind: b"%b: %%d\r\n%b: %%d\r\n%b: %%b\r\n" % names for kind, names in _NAMES.items()}
+# Until all is there again: less than a second, or more.
+_SOON = {kind: b"%b: %%d\r\n%b: %%d\r\n%b: %%dms\r\n" % names for kind, names in _NAMES.items()}
+_LATER = {kind: b"%b: %%d\r\n%b: %%d\r\n%b: %%b\r\n" % names for kind, names in _NAMES.items()}
 _EMBEDDINGS = b"/v1/embeddings"
 _WITHOUT_TOKENS = (b"/tokenize", b"/detokenize")  # nothing is generated there
 
@@ -129,8 +131,10 @@ def limit_lines(granted: Granted) -> bytes:
     """Headers `x-ratelimit-*`: where the limit stands that has the least left, of requests and of tokens."""
     lines = b""
     for rule, backlog, left in granted.tightest():
-        reset = b"%dms" % round(backlog / 1000) if backlog < SECOND else _duration(backlog)
-        lines += _LINES[rule.kind] % (rule.rate.burst, left, reset)
+        if backlog < SECOND:
+            lines += _SOON[rule.kind] % (rule.rate.burst, left, round(backlog / 1000))
+        else:
+            lines += _LATER[rule.kind] % (rule.rate.burst, left, _duration(backlog))
     return lines
 
 

@@ -76,7 +76,7 @@ async def serve(call: Call, inbound: Inbound, who: Identity) -> None:
 
 async def _try_targets(call: Call, inbound: Inbound, who: Identity) -> None:
     router = call.means.router
-    ends_at = asyncio.get_running_loop().time() + call.means.settings.timeouts.total
+    ends_at = call.exchange.loop.time() + call.means.settings.timeouts.total
     tried: set[str] = set()
     failure: ApiError | None = None
     fresh = False

@@ -51,8 +51,8 @@ class Exchange:
 
     __slots__ = (
         "_bodiless", "_body_ended", "_chunked", "_expects_continue", "_head", "_left", "_pieces", "_waiter",
-        "_wire", "buffered", "complete", "disconnected", "keep_alive", "on_leave", "scope", "started", "tail",
-        "task", "upgrade",
+        "_wire", "buffered", "complete", "disconnected", "keep_alive", "loop", "on_leave", "scope", "started",
+        "tail", "task", "upgrade",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, scope: Scope, keep_alive: bool, expects_continue: bool) -> None:
@@ -67,6 +67,7 @@ class Exchange:
         self.tail = b""
         self.complete = False
         self.task: asyncio.Task[None] | None = None
+        self.loop = wire.loop
         self._wire = wire
         self._expects_continue = expects_continue
         self._pieces: list[bytes] = []
@@ -128,7 +129,7 @@ class Exchange:
         while not (self.disconnected or self.complete):
             if self._pieces or self._body_ended:
                 return self._taken()
-            self._waiter = self._wire.loop.create_future()
+            self._waiter = self.loop.create_future()
             try:
                 await self._waiter
             finally:

@@ -1,4 +1,4 @@
-"""Requests that wait for a saturated model, in the order in which they get a worker.
+"""Requests that wait for a saturated model, and when they get a worker.
 
 By class first, with ageing; inside a class round by round, one request of each user in a round; inside a
 round the earliest deadline first. What can't be served in time is refused at once, with the time after which
@@ -12,14 +12,14 @@ takes says nothing about how fast the model serves, nor the other way round.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Generic, Literal, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, Literal
 
 from contracts.errors import ApiError
 from gateway import errors
+from gateway.queue_order import Lane, P, Ticket
 
 CLASS_SECONDS = 30.0  # a class waits so much longer than the one before it, then it goes first
 MEMORY = 300.0  # seconds over which the service rate is measured
@@ -29,15 +29,6 @@ Priority = Literal["high", "normal", "low"]
 CLASSES: tuple[Priority, ...] = ("high", "normal", "low")
 LEVELS = {name: level for level, name in enumerate(CLASSES)}
 Refusal = Literal["full", "late", "shed", "expired"]
-
-
-class Placed(Protocol):
-    """A place on a worker."""
-
-    def release(self, priority: Priority, weight: int) -> None: ...
-
-
-P = TypeVar("P", bound=Placed)
 
 
 class ServiceRate:
@@ -79,122 +70,6 @@ class ServiceRate:
         return (self._seconds + waiting) / self._freed
 
 
-class Ticket(Generic[P]):
-    """One waiting request. `place`: tries to put it on a worker; ApiError when none can ever take it."""
-
-    __slots__ = ("arrived", "future", "key", "lane", "place", "user")
-
-    def __init__(
-        self, place: Callable[[], P | None], user: str, lane: int, arrived: float, key: tuple[float, int]
-    ) -> None:
-        self.place = place
-        self.user = user
-        self.lane = lane
-        self.arrived = arrived
-        self.key = key  # deadline, number
-        self.future: asyncio.Future[P] = asyncio.get_running_loop().create_future()
-
-
-class _Line(Generic[P]):
-    """The waiting requests of one user, the earliest deadline first, and the round of the first of them."""
-
-    __slots__ = ("round", "tickets")
-
-    def __init__(self, round_: int) -> None:
-        self.round = round_
-        self.tickets: list[Ticket[P]] = []
-
-    @property
-    def key(self) -> tuple[int, float, int]:
-        return (self.round, *self.tickets[0].key)
-
-    def index(self, ticket: Ticket[P]) -> int:
-        """Where it is, or would be."""
-        return bisect.bisect_left(self.tickets, ticket.key, key=_ticket_key)
-
-
-class _Lane(Generic[P]):
-    """The waiting requests of one class: a line for each user, in the order in which they are served next."""
-
-    def __init__(self) -> None:
-        self.waiting = 0
-        self.lines: list[_Line[P]] = []
-        self._of: dict[str, _Line[P]] = {}
-        self._round = 0
-        self._reached: dict[str, int] = {}  # rounds in which users without a line were served last
-
-    def insert(self, ticket: Ticket[P]) -> None:
-        line = self._of.get(ticket.user)
-        if line is None:
-            line = self._of[ticket.user] = _Line(self._next_round(ticket.user))
-        else:
-            self._take_out(line)
-        line.tickets.insert(line.index(ticket), ticket)
-        bisect.insort(self.lines, line, key=_line_key)
-        self.waiting += 1
-
-    def remove(self, ticket: Ticket[P], *, served: bool = False) -> bool:
-        """Whether it was there. One that was served costs its user a round."""
-        line = self._of.get(ticket.user)
-        index = line.index(ticket) if line is not None else 0
-        if line is None or index == len(line.tickets) or line.tickets[index] is not ticket:
-            return False
-        self._take_out(line)
-        del line.tickets[index]
-        self.waiting -= 1
-        if served:
-            self._advance(line.round)
-            self._reached[ticket.user] = line.round
-            line.round += 1
-        if line.tickets:
-            bisect.insort(self.lines, line, key=_line_key)
-        else:
-            del self._of[ticket.user]
-        if not self._of:
-            self._round, self._reached = 0, {}
-        return True
-
-    def ahead_of(self, ticket: Ticket[P]) -> int:
-        """About how many would be served before this one: in each round one of every user."""
-        line = self._of.get(ticket.user)
-        own = line.index(ticket) if line is not None else 0
-        others = len(self._of) - (line is not None)
-        return min(self.waiting, own + (own + 1) * others)
-
-    def last(self) -> Ticket[P]:
-        """Who is served last, if nobody else comes."""
-        line = max(self.lines, key=lambda line: (line.round + len(line.tickets), line.tickets[-1].key))
-        return line.tickets[-1]
-
-    def before(self, ticket: Ticket[P], other: Ticket[P]) -> bool:
-        """Whether a newcomer would be served before one who waits."""
-        return self._place_of(ticket) < self._place_of(other)
-
-    def in_order(self) -> Iterator[Ticket[P]]:
-        """The first of every user, then the others."""
-        for line in self.lines:
-            yield line.tickets[0]
-        for line in self.lines:
-            yield from line.tickets[1:]
-
-    def _place_of(self, ticket: Ticket[P]) -> tuple[int, tuple[float, int]]:
-        line = self._of.get(ticket.user)
-        if line is None:
-            return self._next_round(ticket.user), ticket.key
-        return line.round + line.index(ticket), ticket.key
-
-    def _next_round(self, user: str) -> int:
-        return max(self._round, self._reached.get(user, -1) + 1)
-
-    def _take_out(self, line: _Line[P]) -> None:
-        del self.lines[bisect.bisect_left(self.lines, line.key, key=_line_key)]
-
-    def _advance(self, round_: int) -> None:
-        if round_ > self._round:
-            self._round = round_
-            self._reached = {user: last for user, last in self._reached.items() if last >= round_}
-
-
 class Queue(Generic[P]):
     """The queue of one model. `size`: most requests in it; `has_room`: whether any worker has a place
     for a request of the class CLASSES[level]; `places`: how many requests its workers have now.
@@ -220,7 +95,7 @@ class Queue(Generic[P]):
         self._places = places
         self._waited = waited
         self._refused = refused
-        self._lanes: tuple[_Lane[P], ...] = tuple(_Lane() for _ in CLASSES)
+        self._lanes: tuple[Lane[P], ...] = tuple(Lane() for _ in CLASSES)
         self._rate = ServiceRate()
         self._numbers = itertools.count()
         self._placing = False
@@ -360,15 +235,7 @@ class Queue(Generic[P]):
         return False
 
 
-def _ticket_key(ticket: Ticket[P]) -> tuple[float, int]:
-    return ticket.key
-
-
-def _line_key(line: _Line[P]) -> tuple[int, float, int]:
-    return line.key
-
-
-def _urgency(lane: _Lane[P]) -> float:
+def _urgency(lane: Lane[P]) -> float:
     if not lane.waiting:
         return math.inf
     head = lane.lines[0].tickets[0]

@@ -76,7 +76,7 @@ class RedisChannel:
 
     async def aclose(self) -> None:
         """Sends what waits, then closes the connections; it counts as degraded from then on."""
-        self._hurry()
+        self._hurry(asyncio.get_running_loop())
         if self._departs or self._sent is not None:
             self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._emptied,), timeout=CONNECT_S)
@@ -94,9 +94,10 @@ class RedisChannel:
             raise RedisFault
         if not operation.rules:  # it may prolong leases: those that end from now on must end after it
             self._drops.clear()
-        answer = operation.answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer = operation.answer = loop.create_future()
         self._waiting.append(operation)
-        self._hurry()
+        self._hurry(loop)
         return answer
 
     def post(self, operation: Operation) -> None:
@@ -119,13 +120,13 @@ class RedisChannel:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._hurry()
+        self._hurry(asyncio.get_running_loop())
 
-    def _hurry(self) -> None:
+    def _hurry(self, loop: asyncio.AbstractEventLoop) -> None:
         self._urgent = bool(self._waiting)
         if self._urgent and self._sent is None and not self._departs:
             self._departs = True
-            asyncio.get_running_loop().call_soon(self._depart)
+            loop.call_soon(self._depart)
 
     def _depart(self) -> None:
         self._departs = False

@@ -152,13 +152,14 @@ class RedisLimiter:
     def drop(self, rules: Sequence[Rule], lease: str) -> None:
         """For `Granted`. While Redis is away the leases are kept in mind, and freed there later."""
         leases = self._running.pop(lease, None)
-        if leases is not None:
-            if self._channel.reason is not None:
-                self._local.drop(leases, lease)
-            if lease in self._only_here:
-                self._only_here.discard(lease)
-            else:
-                self._free(leases, lease)
+        if leases is None:
+            return
+        if self._channel.reason is not None:
+            self._local.drop(leases, lease)
+        if self._only_here and lease in self._only_here:
+            self._only_here.discard(lease)
+        else:
+            self._free(leases, lease)
 
     def _free(self, leases: Sequence[LeaseRule], lease: str) -> None:
         for rule in leases:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
@@ -59,7 +59,8 @@ class Rate:
 
     def left(self, backlog: int) -> int:
         """Units that could be taken at once."""
-        return max(0, (self.tolerance - backlog) * self.amount // self.period)
+        free = self.tolerance - backlog
+        return free * self.amount // self.period if free > 0 else 0
 
 
 class RateRule(NamedTuple):  # made for every request that reserves tokens: a third of a dataclass's cost
@@ -104,10 +105,7 @@ class LeaseRule:
     key: str
     scope: Scope
     limit: int
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.CONCURRENCY
+    kind: ClassVar[Kind] = Kind.CONCURRENCY
 
     def words(self, key: str) -> tuple[str | int, ...]:
         """As `limits.lua` reads it."""

@@ -9,6 +9,7 @@ import pytest
 
 from contracts.errors import ApiError
 from gateway.queue import CLASS_SECONDS, Priority, Queue, ServiceRate
+from gateway.queue_order import MAX_REACHED, Lane, Ticket
 
 
 class Pool:
@@ -281,3 +282,25 @@ async def test_no_slot_is_lost_whatever_happens(seed: int) -> None:
             if not task.cancelled() and task.exception() is None:
                 held.append(task.result())
     assert (pool.free, pool.queue.waiting) == (3, 0)
+
+
+async def test_who_was_served_is_remembered_within_bounds() -> None:
+    """A user of its own for every request, of a model that is never idle."""
+    lane: Lane[Pool] = Lane()
+
+    def ticket(user: str, number: int) -> Ticket[Pool]:
+        return Ticket(lambda: None, user, 0, 0.0, (60.0, number))
+
+    lane.insert(patient := ticket("patient", 10**9))
+    again = [ticket("again", number) for number in (1, 2)]
+    for one in again:
+        lane.insert(one)
+    lane.remove(again[0], served=True)
+    for number in range(3 * MAX_REACHED):
+        lane.insert(one := ticket(f"user {number}", number))
+        assert lane.remove(one, served=True)
+    assert len(lane._reached) <= MAX_REACHED + 1
+    # Whoever waits keeps his place: before those who come now.
+    lane.insert(ticket("late", 0))
+    assert [one.user for one in lane.in_order()] == ["patient", "again", "late"]
+    assert lane.remove(patient)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gateway import client_protocol
+from gateway import client_protocol, request_reader
 from tests.gateway.rig import Rig, http_post, one_worker, target, until
 
 BODY = b'{"model":"m"}'
@@ -82,7 +83,7 @@ async def test_bad_http_gets_400_and_reaches_no_worker(tmp_path: Path) -> None:
 
 async def test_a_head_over_the_limit_is_431(tmp_path: Path) -> None:
     async with one_worker(tmp_path) as rig:
-        big = b"a" * client_protocol.MAX_HEAD
+        big = b"a" * request_reader.MAX_HEAD
         for data in (
             b"GET /" + big + b" HTTP/1.1\r\n\r\n",
             b"GET /health HTTP/1.1\r\nx: " + big + b"\r\n\r\n",
@@ -134,12 +135,27 @@ async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
         assert raw.index(b"[DONE]") < raw.index(b'"status":"ok"') < raw.index(b"served_by")
 
 
-async def test_garbage_behind_a_running_request_does_not_get_into_its_answer(tmp_path: Path) -> None:
+GARBAGE = b"garbage\r\n\r\n"
+
+
+@pytest.mark.parametrize("queued", [0, 2])
+@pytest.mark.parametrize(
+    "garbage",
+    [GARBAGE, http_post(BODY, b"transfer-encoding: chunked\r\n"), CHUNKED + b"\r\nx\r\n"],
+    ids=["request", "head", "body"],
+)
+async def test_garbage_behind_a_running_request_is_refused_when_that_is_answered(
+    tmp_path: Path, garbage: bytes, queued: int
+) -> None:
+    """It gets into nobody's answer, and what is behind it is never read."""
     async with one_worker(tmp_path) as rig:
-        slow = json.dumps({"model": "m", "fake": {"do": "sse", "chunks": 20, "delay": 0.05}}).encode()
-        raw = await rig.raw(http_post(slow) + b"garbage\r\n\r\n")
-        assert b"HTTP/1.1 400" not in raw
-        assert b"[DONE]" not in raw
+        slow = json.dumps({"model": "m", "fake": {"do": "sse", "chunks": 3, "delay": 0.05}}).encode()
+        raw = await rig.raw(http_post(slow) + queued * http_post(BODY) + garbage + http_post(BODY))
+        *answers, last = re.split(rb"HTTP/1\.1 (?=\d)", raw)[1:]
+        assert [one[:3] for one in answers] == (1 + queued) * [b"200"]
+        assert b"[DONE]" in answers[0]
+        assert answer(b"HTTP/1.1 " + last)[0] == 400
+        assert len(rig.workers[0].requests) == 1 + queued
         await rig.idle()
 
 
