@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from contracts.units import ByteSize, Count
 
-KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
+KvDtype = Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
 
 class WorkerOptions(BaseModel):
@@ -54,7 +54,11 @@ class WorkerOptions(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."
     )
-    kv_cache_dtype: KvDtype = Field("auto", description="Elements of the KV cache; auto: same as dtype.")
+    kv_cache_dtype: KvDtype = Field(
+        "auto",
+        description="Elements of the KV cache; auto: same as dtype; fp8, the same as fp8_e4m3: half as large "
+        "as 16 bits.",
+    )
     max_model_len: Annotated[Count, Field(ge=1)] | None = Field(
         None, description="Longest prompt + answer in tokens; default: what the model was made for."
     )
@@ -117,6 +121,14 @@ class WorkerOptions(BaseModel):
     def _dtype_in_short(cls, value: Any) -> Any:
         """As torch and vLLM have it."""
         return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("kv_cache_dtype", mode="before")
+    @classmethod
+    def _other_bytes(cls, value: Any) -> Any:
+        """What vLLM has besides."""
+        if value in ("fp8_e5m2", "fp8_inc", "int8"):
+            raise ValueError(f"{value} isn't offered: fp8 (fp8_e4m3) takes the same memory")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod

@@ -4,11 +4,15 @@ Keys are gathered by row (a KV head of a slot) into a dense block a group of seq
 GEMM; values are never copied: `embedding_bag` sums them where they lie, weighted by the softmax. A sequence
 shorter than its group repeats its own last token behind it, with a score of −inf: what is read is always
 something it wrote, so memory never written, whatever it holds, can't reach a result.
+
+Pages of another type than the queries' (FP8, 16 bits) are copied to theirs, and the copies attended to:
+memory that grows with the step's contexts, and not fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -245,10 +249,28 @@ def _prefill(
         )[0].transpose(0, 1)
 
 
+class _Copied(NamedTuple):
+    pages: Tensor  # [n]: those that the step's block tables name
+    batch: AttentionBatch  # by their places in that list
+
+
+def _plan_copies(batch: AttentionBatch) -> _Copied:
+    key = ("copied pages",)
+    plan: _Copied | None = batch.plans.get(key)
+    if plan is None:
+        pages, places = torch.unique(batch.block_tables, return_inverse=True)
+        tables = places.to(batch.block_tables.dtype)
+        plan = batch.plans[key] = _Copied(pages, replace(batch, block_tables=tables, plans={}))
+    return plan
+
+
 def paged_attention_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int
 ) -> Tensor:
     """`kernels.attention.paged_attention` on a CPU."""
+    if k_cache.dtype != q.dtype:
+        pages, batch = _plan_copies(batch)
+        k_cache, v_cache = (cache.index_select(0, pages).to(q.dtype) for cache in (k_cache, v_cache))
     decodes = batch.num_decodes
     if decodes == len(q):
         return _decode(q, k_cache, v_cache, batch, scale, sliding_window)

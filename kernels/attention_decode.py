@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import pdl
 from kernels.batch import AttentionBatch
+from kernels.cache_types import as_cached
 from kernels.decode_join import MAX_SPLITS, join, join_splits_triton, split_blocks
 from kernels.decode_plan import FIELDS, plan_decodes_triton
 from kernels.pdl import load_at_once, prefetch
@@ -151,12 +152,13 @@ def _decode_kernel(
         )  # fmt: skip
         p_key = p_new_k + i_b * stride_nkt + i_h * stride_nkh
         b_key = _rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, False)
+        b_key = as_cached(b_key, p_k.dtype.element_ty)
         p_value = p_new_v + i_b * stride_nvt + i_h * stride_nvh + o_d
-        b_value = tl.load(p_value, mask=m_mine, other=0.0)
+        b_value = as_cached(tl.load(p_value, mask=m_mine, other=0.0), p_v.dtype.element_ty)
         m_write = o_d < tl.where(mine & (page > 0), HEAD_DIM, 0)
         o_new = page * stride_n + last % PAGE_SIZE * stride_p + o_d
-        tl.store(p_k_head + o_new, b_key.to(p_k.dtype.element_ty), mask=m_write)
-        tl.store(p_v_head + o_new, b_value.to(p_v.dtype.element_ty), mask=m_write)
+        tl.store(p_k_head + o_new, b_key, mask=m_write)
+        tl.store(p_v_head + o_new, b_value, mask=m_write)
         # The new key is the first one seen, so that nobody has to wait for it to be in memory.
         b_own = tl.sum(b_q.to(tl.float32) * b_key.to(tl.float32)[None, :], axis=1) * scale_log2
         b_max = tl.where(mine, b_own, float("-inf"))
@@ -191,6 +193,8 @@ def _decode_kernel(
         else:
             b_k = tl.load(p_k_head + b_at, mask=m_d[None, :], other=0.0)
             b_v = tl.load(p_v_head + b_at, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        b_k = b_k.to(b_q.dtype)
+        b_v = b_v.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
@@ -302,7 +306,7 @@ def decode_attention_triton(
 
     Args:
         q: last dimension contiguous.
-        k_cache: [N, Hkv, P, D], last dimension contiguous.
+        k_cache: [N, Hkv, P, D], last dimension contiguous; of q's type or another (cache_types.py).
         v_cache: like k_cache, of the same strides.
         batch: rows of length 0 (padding of a graph) give zeros.
         scale: factor of the scores, before the softmax.

@@ -60,6 +60,8 @@ def _flash_range(
         b_slot = o_n % PAGE_SIZE
         b_k = tl.load(p_k_head + (b_page * stride_kn + b_slot * stride_kp)[:, None], mask=m_nd, other=0.0)
         b_v = tl.load(p_v_head + (b_page * stride_vn + b_slot * stride_vp)[:, None], mask=m_nd, other=0.0)
+        b_k = b_k.to(b_q.dtype)
+        b_v = b_v.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         if MASKED:
             m_s = (o_n[None, :] <= o_pos[:, None]) & m_n[None, :]

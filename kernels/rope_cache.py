@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels import pdl
 from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
+from kernels.cache_types import as_cached, as_cached_torch
 from kernels.cpu import LANES, PARALLEL_ROWS, compiled
 from kernels.pdl import begin
 from kernels.qk_norm import QkNorm, qk_norm, qk_norm_reference
@@ -55,11 +56,14 @@ def _rotate(
         b_2 *= b_scale * tl.load(p_weight + HALF + o_r, mask=m_r, other=0.0).to(tl.float32)
         if REST:
             b_rest *= b_scale * tl.load(p_weight + o_d, mask=m_rest, other=0.0).to(tl.float32)
+    rounded = p_in.dtype.element_ty
     dtype = p_out.dtype.element_ty
-    tl.store(p_out + o_r, (b_1 * b_cos - b_2 * b_sin).to(dtype), mask=m_h & m_r)
-    tl.store(p_out + HALF + o_r, (b_2 * b_cos + b_1 * b_sin).to(dtype), mask=m_h & m_r)
+    b_turned_1 = (b_1 * b_cos - b_2 * b_sin).to(rounded)
+    b_turned_2 = (b_2 * b_cos + b_1 * b_sin).to(rounded)
+    tl.store(p_out + o_r, as_cached(b_turned_1, dtype), mask=m_h & m_r)
+    tl.store(p_out + HALF + o_r, as_cached(b_turned_2, dtype), mask=m_h & m_r)
     if REST:
-        tl.store(p_out + o_d, b_rest.to(dtype), mask=m_h & m_rest)
+        tl.store(p_out + o_d, as_cached(b_rest.to(rounded), dtype), mask=m_h & m_rest)
 
 
 @triton.jit
@@ -102,7 +106,7 @@ def _rope_cache_kernel(
         m_d = m_h & (o_d < HEAD_DIM)
         b_v = tl.load(p_v + i_t * stride_vt + o_h[:, None] * stride_vh + o_d, mask=m_d, other=0.0)
         p_value = p_v_cache + page * stride_vn + o_h[:, None] * stride_vnh + offset * stride_vp
-        tl.store(p_value + o_d, b_v.to(p_v_cache.dtype.element_ty), mask=m_d)
+        tl.store(p_value + o_d, as_cached(b_v, p_v_cache.dtype.element_ty), mask=m_d)
 
 
 def rope_and_cache_triton(
@@ -222,8 +226,8 @@ def _rope_and_cache_cpu(
     rows, tokens = _writes(batch, k_cache)
     if tokens is not None:
         k, v = k[tokens], v[tokens]
-    as_rows(k_cache)[rows] = k
-    as_rows(v_cache)[rows] = v
+    as_rows(k_cache)[rows] = as_cached_torch(k, k_cache.dtype)
+    as_rows(v_cache)[rows] = as_cached_torch(v, v_cache.dtype)
     return q
 
 
@@ -248,7 +252,7 @@ def rope_and_cache(
         v: [T, Hkv, D].
         cos_sin: [max_pos, R] float32, R <= D: cosines of position p's R/2 angles, then their sines, in row p.
         batch: positions and slots of the T tokens.
-        k_cache: [N, Hkv, P, D].
+        k_cache: [N, Hkv, P, D], of k's type or another (cache_types.py).
         v_cache: [N, Hkv, P, D], of the same strides.
         norm: of queries and keys, before they are rotated.
 
@@ -290,6 +294,6 @@ def rope_and_cache_reference(
     rotated_k = rotate(k, k_dtype)
     for t, slot in enumerate(batch.slots.tolist()):
         if slot >= page_size:
-            k_cache[slot // page_size, :, slot % page_size] = rotated_k[t].to(k_cache.dtype)
-            v_cache[slot // page_size, :, slot % page_size] = v[t].to(v_cache.dtype)
+            k_cache[slot // page_size, :, slot % page_size] = as_cached_torch(rotated_k[t], k_cache.dtype)
+            v_cache[slot // page_size, :, slot % page_size] = as_cached_torch(v[t], v_cache.dtype)
     return rotate(q, dtype)

@@ -120,7 +120,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "mm-processor-kwargs": "isn't offered: the models read text only",
     "enable-expert-parallel": "isn't offered: mixtures of experts aren't supported",
     "kv-transfer-config": "isn't offered",
-    "calculate-kv-scales": "isn't offered: the KV cache is not quantised",
+    "calculate-kv-scales": "isn't offered: an FP8 KV cache has a scale of 1",
     "long-prefill-token-threshold": "is --tpot-target-ms: in time instead of tokens",
     "max-num-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
     "max-long-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",

@@ -58,6 +58,15 @@ def test_sums_and_what_fits_beside(tmp_path: Path) -> None:
         assert 0.95 * parts.budget < parts.weights + parts.activations + parts.kv_cache <= parts.budget
 
 
+def test_an_fp8_cache_holds_twice_as_much(tmp_path: Path) -> None:
+    machine = Machine({0: 80 * GIB}, 64 * GIB)
+    plain, fp8 = ledger_of(
+        tmp_path, machine, {"gpu_memory": "8GiB"}, {"gpu_memory": "8GiB", "kv_cache_dtype": "fp8"}
+    ).workers
+    assert fp8.estimate.num_pages - 2 * plain.estimate.num_pages in (0, 1)
+    assert fp8.total <= plain.total
+
+
 def test_every_replica_counts(tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path, Machine({0: 24 * GIB}, 64 * GIB), {"gpu_memory": "9GiB"}, replicas=3)
     (problem,) = ledger.problems

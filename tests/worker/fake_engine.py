@@ -57,6 +57,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=128,
     vocab_size=VOCAB_SIZE,
     dtype="float32",
+    kv_cache_dtype="float32",
     device="cpu",
     weight_bytes=1,
     kv_cache_bytes=1,

@@ -33,6 +33,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=128,
     vocab_size=258,
     dtype="float32",
+    kv_cache_dtype="float32",
     device="cpu",
     weight_bytes=1,
     kv_cache_bytes=1,

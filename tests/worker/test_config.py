@@ -118,10 +118,17 @@ def test_flags_of_other_servers_are_taken_when_they_do_nothing(flag: str, neutra
         read(flag, other)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
-def test_a_cache_of_8_bits_is_refused_not_filled_without_its_scales(kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--kv-cache-dtype: must be 'auto'.*, not '{kind}'"):
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3"])
+def test_a_cache_of_8_bits(kind: str) -> None:
+    assert read("--kv-cache-dtype", kind).kv_cache_dtype == kind
+
+
+@pytest.mark.parametrize("kind", ["fp8_e5m2", "int8"])
+def test_other_caches_of_8_bits_are_told_what_there_is(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--kv-cache-dtype: {kind} isn't offered: fp8 \(fp8_e4m3\)"):
         read("--kv-cache-dtype", kind)
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype: must be 'auto'.*'fp8'.*, not 'fp9'"):
+        read("--kv-cache-dtype", "fp9")
 
 
 def test_code_that_comes_with_a_model_is_refused() -> None:

@@ -157,6 +157,14 @@ def test_yarn_spellings() -> None:
     assert scaling.attention_factor == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
 
 
+def test_scales_for_the_cache_alone_change_nothing() -> None:
+    scales = {
+        "quant_method": "compressed-tensors", "config_groups": {}, "format": "dense", "ignore": [],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+    }  # fmt: skip
+    assert config_from_hf({**LLAMA31, "quantization_config": scales}) == config_from_hf(LLAMA31)
+
+
 @pytest.mark.parametrize("values", [{}, {"num_experts": 0}, {"logit_scale": 1.0}, {"use_mrope": False}])
 def test_keys_that_change_nothing(values: dict[str, Any]) -> None:
     assert config_from_hf({**QWEN3, **values, "use_qk_norm": True}) == config_from_hf(QWEN3)

@@ -20,6 +20,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "classifier": (LLAMA31, {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
     "awq": (LLAMA31, {"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
     "gptq": (QWEN25, {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
+    "weights and cache": (
+        LLAMA31,
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "kv_cache_scheme": {"num_bits": 8},
+                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+            }
+        },
+        r"quantization_config \(compressed-tensors\)",
+    ),
     "activation": (LLAMA31, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "mlp bias": (LLAMA31, {"mlp_bias": True}, "mlp_bias"),
     "softcapping": (

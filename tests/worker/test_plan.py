@@ -15,7 +15,7 @@ import torch
 from contracts.options import WorkerOptions
 from contracts.plan import Answer, Estimate, Question
 from tests.conftest import ROOT
-from worker.engine.config import EngineError, resolve
+from worker.engine.config import EngineError, _check_kv_dtype, resolve
 from worker.engine.estimate import estimate
 from worker.engine.loop import Engine
 from worker.model.shapes import parameter_shapes
@@ -54,7 +54,7 @@ def assert_same_pages(plan: Estimate, engine: Engine) -> None:
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_cache_memory_bytes": "3MiB"}, {"num_gpu_blocks_override": 9, "block_size": 32},
-     {"max_model_len": 100, "max_num_seqs": 3}],
+     {"max_model_len": 100, "max_num_seqs": 3}, {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": "3MiB"}],
 )  # fmt: skip
 def test_an_engine_on_a_cpu_takes_what_was_planned(options: Any, tied: bool, tmp_path: Path) -> None:
     source = config_file(tmp_path, tie_word_embeddings=tied)
@@ -93,6 +93,27 @@ def test_what_does_not_fit_is_said_as_the_engine_says_it(tmp_path: Path) -> None
         compare(source, **options)
     assert told == str(raised.value)
     assert "max_model_len" in told
+
+
+def test_a_page_of_8_bits_takes_half_of_one_of_16(tmp_path: Path) -> None:
+    model = resolve_source(config_file(tmp_path)).config
+    half, whole = (
+        estimate(model, WorkerOptions(kv_cache_dtype=dtype, gpu_memory=256 << 20), 1 << 30)
+        for dtype in ("fp8", "bfloat16")
+    )
+    assert half.kv_cache // half.num_pages * 2 == whole.kv_cache // whole.num_pages
+    assert half.num_pages // 2 == whole.num_pages
+    assert (half.weights, half.activations) == (whole.weights, whole.activations)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_a_card_that_cant_read_8_bits_is_told_at_start(capability: tuple[int, int]) -> None:
+    _check_kv_dtype(torch.bfloat16, capability)
+    if capability >= (8, 9):
+        _check_kv_dtype(torch.float8_e4m3fn, capability)
+        return
+    with pytest.raises(EngineError, match=r"kv_cache_dtype fp8 needs .* 8\.9 .*, this one has 8\.[06]"):
+        _check_kv_dtype(torch.float8_e4m3fn, capability)
 
 
 def test_budgets_of_a_card(tmp_path: Path) -> None:

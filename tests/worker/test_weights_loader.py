@@ -167,6 +167,8 @@ def changed(config: dict[str, Any], change: str) -> dict[str, Tensor]:
             tensors[name] = tensors[name].t().contiguous()
         case "unexpected":
             tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(1)
+        case "weight scale":
+            tensors["model.layers.0.self_attn.k_proj.weight_scale"] = torch.tensor(0.02)
         case "bias":
             tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(256)
         case "integers":
@@ -175,6 +177,8 @@ def changed(config: dict[str, Any], change: str) -> dict[str, Tensor]:
             del tensors["lm_head.weight"]
         case "extras":
             tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
+            for name in ("k_scale", "attn.v_scale", "k_proj.k_scale", "v_proj.output_scale", "kv_scale"):
+                tensors[f"model.layers.1.self_attn.{name}"] = torch.tensor(0.02)
     return tensors
 
 
@@ -185,6 +189,7 @@ def changed(config: dict[str, Any], change: str) -> dict[str, Tensor]:
         ("shape", r"model\.norm\.weight has shape \[255\], expected \[256\]"),
         ("transposed", r"down_proj\.weight has shape \[512, 256\], expected \[256, 512\]"),
         ("unexpected", r"unexpected tensor model\.layers\.2\.mlp\.up_proj\.weight"),
+        ("weight scale", r"unexpected tensor model\.layers\.0\.self_attn\.k_proj\.weight_scale"),
         ("bias", r"unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias"),
         ("integers", r"model\.norm\.weight is I8; supported: F64"),
         ("head", r"missing: lm_head\.weight"),

@@ -55,6 +55,8 @@ def resolve(source: ModelSource, options: WorkerOptions, vocab_limit: int | None
     device = _device(options)
     on_gpu = device.type == "cuda"
     sizes = resolve_sizes(model, options, on_gpu)
+    if on_gpu:
+        _check_kv_dtype(_torch_dtype(sizes.kv_dtype), torch.cuda.get_device_capability(device))
     return EngineConfig(
         source=source,
         device=device,
@@ -99,6 +101,14 @@ def _device(options: WorkerOptions) -> torch.device:
     if len(options.gpus) > 1:
         raise EngineError("gpus names several GPUs; one worker uses one so far")
     return torch.device("cuda", index)
+
+
+def _check_kv_dtype(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    if kv_dtype == torch.float8_e4m3fn and capability < (8, 9):
+        raise EngineError(
+            "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one has "
+            f"{capability[0]}.{capability[1]}; leave it out, or set bfloat16"
+        )
 
 
 def _tpot_target(options: WorkerOptions, device: torch.device) -> float | None:

@@ -114,6 +114,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=config.vocab_limit,
             dtype=str(config.dtype).removeprefix("torch."),
+            kv_cache_dtype=str(config.kv_dtype).removeprefix("torch."),
             device=str(config.device),
             weight_bytes=weight_bytes,
             kv_cache_bytes=kv_cache.nbytes,

@@ -10,7 +10,8 @@ from typing import Final
 from contracts.options import WorkerOptions
 from worker.model.config import ModelConfig
 
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+_FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
 class EngineError(ValueError):
@@ -64,13 +65,18 @@ def resolve_sizes(model: ModelConfig, options: WorkerOptions, on_gpu: bool) -> S
     dtype = _dtype(options, model, on_gpu)
     return Sizes(
         dtype=dtype,
-        kv_dtype=dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
+        kv_dtype=_kv_dtype(options, dtype),
         max_model_len=max_model_len,
         max_model_len_fixed=options.max_model_len is not None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=tokens,
         page_size=options.block_size,
     )
+
+
+def _kv_dtype(options: WorkerOptions, dtype: str) -> str:
+    asked = options.kv_cache_dtype
+    return dtype if asked == "auto" else _FP8.get(asked, asked)
 
 
 def card_budget(options: WorkerOptions, total: int) -> int:

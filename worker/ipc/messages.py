@@ -132,6 +132,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     vocab_size: int
     dtype: str
+    kv_cache_dtype: str
     device: str
     weight_bytes: int
     kv_cache_bytes: int

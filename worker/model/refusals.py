@@ -80,7 +80,8 @@ def refuse_hf(config: Fields, qk_norm: bool) -> None:
 
     `qk_norm`: the architecture normalises queries and keys anyway, so that a key that says so is no news.
     """
-    if quantization := config.values.get("quantization_config"):
+    quantization = config.values.get("quantization_config")
+    if quantization and not _of_the_cache_alone(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModel(
             f"quantization_config ({method!s:.40}) is not supported yet; use the unquantised model or a GGUF"
@@ -95,6 +96,12 @@ def refuse_hf(config: Fields, qk_norm: bool) -> None:
     if not qk_norm:
         config.refuse("use_qk_norm")
         config.refuse("qk_norm")
+
+
+def _of_the_cache_alone(quantization: Any) -> bool:
+    """As llm-compressor writes it: scales for a KV cache of 8 bits, and weights as they were."""
+    known = isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors"
+    return known and bool(quantization.get("kv_cache_scheme")) and quantization.get("config_groups") == {}
 
 
 def refuse_gguf(fields: Fields) -> None:

@@ -135,7 +135,7 @@ class WorkerProcess:
             self._fail(f"the engine did not start: {error}", code)
             return
         log.info(
-            "ready after %s: %s, %s, weights %s, KV cache %s (%d pages of %d tokens), max_model_len %d",
+            "ready after %s: %s, %s, weights %s, KV cache %s (%d pages of %d tokens, %s), max_model_len %d",
             format_duration(time.monotonic() - started),
             info.device,
             info.dtype,
@@ -143,6 +143,7 @@ class WorkerProcess:
             format_bytes(info.kv_cache_bytes),
             info.num_pages,
             info.page_size,
+            info.kv_cache_dtype,
             info.max_model_len,
         )
         await client.dead.wait()

@@ -14,8 +14,12 @@ from worker.model.shapes import part_rows
 from worker.model.tables import Slot, SlotTable
 from worker.weights.source import SourceError
 
-# What checkpoints carry beside parameters: tables of the rotary embedding, which we make ourselves.
-_EXTRAS: Final = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(short|long)\.weight")
+# What checkpoints carry beside parameters: tables of the rotary embedding, which we make ourselves, and
+# scales for a KV cache of 8 bits. Ours has a scale of 1, see kernels/cache_types.py.
+_EXTRAS: Final = re.compile(
+    r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(short|long)\.weight"
+    r"|.*self_attn\.((attn|[qkv]_proj|qkv_proj)\.)?(q|k|v|kv|prob|output)_scale"
+)
 _NAMED = 8  # names listed in an error
 
 

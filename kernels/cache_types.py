@@ -1,0 +1,31 @@
+"""What the KV cache holds where its elements aren't of the type that is computed in: FP8, or 16 bits less.
+
+A value is rounded to the type it was computed in, then to the cache's. FP8 is e4m3 without infinities, with
+a scale of 1: magnitudes up to 448, above which conversions differ (NaN, or the largest); here such a value
+becomes the largest, and NaN stays NaN. Reading is exact, since every e4m3 value is one of bfloat16 and
+float16 as well: kernels convert what they have loaded to the queries' type, before any product.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+@triton.jit
+def as_cached(x, dtype: tl.constexpr):
+    """Values as elements of a cache of `dtype`."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+def as_cached_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`as_cached` in plain torch."""
+    return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else x).to(dtype)
