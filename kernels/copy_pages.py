@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cache_types import FP8
+
 BLOCK = 2048
 
 
@@ -92,6 +94,8 @@ def copy_pages(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
         copy_pages_triton(src, dst, pairs.to(src.device))
         return
     _check(src, dst, pairs)
+    if src.dtype == FP8:  # torch has no index_copy_ for it
+        src, dst = src.view(torch.uint8), dst.view(torch.uint8)
     sources, destinations = pairs.unbind(1)
     pages = src.index_select(-4, sources.to(src.device)).to(dst.device)
     dst.index_copy_(dst.dim() - 4, destinations.to(dst.device), pages)

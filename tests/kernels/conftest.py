@@ -70,8 +70,8 @@ def _convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
     if target == tl.float8e4nv:
         if source != tl.float32:
             values = _convert(values, source, tl.float32, None).view(np.float32)
-        wide = torch.from_numpy(values.view(np.float32).copy())
-        narrow = torch.where(wide.abs() <= 464, wide, torch.nan).to(_FP8)
+        exact = torch.from_numpy(values.view(np.float32).copy())
+        narrow = torch.where(exact.abs() <= 464, exact, torch.nan).to(_FP8)
         return narrow.view(torch.uint8).numpy().reshape(values.shape)
     return _convert(values, source, target, rounding)
 
