@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.fleet.judge import Verdict
-from gateway.fleet.rollout import (
-    Options,
-    Refusal,
-    Rollout,
-    Version,
-    command,
-    fact,
-)
+from gateway.fleet.rollout import Options, Refusal, Rollout, Version, command, fact
 from gateway.fleet.rollout import events as e
 
 OLD, NEW = Version(source="old.gguf"), Version(source="new.gguf", worker={"max_num_seqs": 8})

@@ -1,15 +1,17 @@
-"""Golden prompts against a worker whose model says what the test wants."""
+"""Golden prompts: what counts as the expected answer, and a worker whose model says what the test wants."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.fleet.driver import proof
 from gateway.fleet.driver.peer import Peer
-from gateway.fleet.driver.proof import Unproven, run_golden
+from gateway.fleet.driver.proof import Unproven, matches, run_golden
 from gateway.settings import Golden
 from tests.worker.fake_engine import MODEL
 from tests.worker.talking import worker
@@ -47,3 +49,60 @@ async def test_golden_prompts_hear_what_a_model_thinks_and_says(
         await peer.close()
         server.should_exit = True
         await serving
+
+
+@pytest.mark.parametrize(
+    ("expect", "answer", "good"),
+    [
+        ("4", "It is 4.", True),
+        ("four", "It is 4.", False),
+        ("/[Ff]our|4/", "It is 4.", True),
+        ("/^4/", "It is 4.", False),
+        ("/a.b/", "a\nb", True),
+        ("/größe\x00?/", "größe", True),
+        ("/", "1/2", True),
+    ],
+)
+async def test_a_golden_answer_is_a_substring_or_a_regular_expression(
+    expect: str, answer: str, good: bool
+) -> None:
+    assert await matches(expect, answer) is good
+
+
+ODD: list[Any] = [
+    *({}, {"choices": None}, {"choices": []}, {"choices": [1]}, {"choices": [{"message": None}]}),
+    *({"choices": [{"message": "x"}]}, {"choices": [{"message": {"content": ["x"]}}]}),
+    *({"logprobs": [1]}, {"logprobs": "x"}, {"logprobs": {"a": 1}}, {"logprobs": [{"logprob": "-1"}]}),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+async def test_an_answer_of_another_shape_proves_nothing(odd: dict[str, Any]) -> None:
+    """And is no mistake of ours, after which it would be asked again for ten minutes."""
+
+    class Peer:
+        target = "m-0.1"
+
+        async def prompt(self, path: str, **_: object) -> dict[str, Any]:
+            is_odd = ("logprobs" in odd) == (path == "/generate")
+            return odd if is_odd else {"token_ids": [1], "logprobs": [{"logprob": -0.5}]}
+
+    with pytest.raises(proof.Unproven):
+        await proof.run_golden(Peer(), [Golden(prompt="x")])  # type: ignore[arg-type]
+
+
+async def test_an_expression_that_comes_to_no_end_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "MATCH_WITHIN", 1.0)
+    looks = 0
+
+    async def look() -> None:
+        nonlocal looks
+        while True:
+            looks += 1
+            await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
+    with pytest.raises(proof.Unproven, match=r"wasn't found in 'a+b' within 1 s"):
+        await matches("/^(a+)+$/", "a" * 64 + "b")
+    looking.cancel()
+    assert looks > 5, "the supervisor stood still meanwhile"

@@ -5,15 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.fleet.rollout import (
-    Options,
-    Record,
-    Refusal,
-    command,
-    decode,
-    encode,
-    record_of,
-)
+from gateway.fleet.rollout import Options, Record, Refusal, command, decode, encode, record_of
 from gateway.fleet.rollout import events as e
 from tests.gateway.rollout_run import NEW, OLD, Run
 

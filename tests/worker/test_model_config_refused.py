@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.model_configs import LLAMA31, MISTRAL, PHI3_128K, QWEN3, QWEN25, SCALING, YARN
-from worker.model.config import (
-    UnsupportedModel,
-)
+from worker.model.config import UnsupportedModel
 from worker.model.hf_config import config_from_hf
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

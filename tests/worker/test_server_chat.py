@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions against a scripted engine."""
+"""POST /v1/chat/completions against a scripted engine: whole answers, and what parameters do."""
 
 from __future__ import annotations
 
@@ -7,91 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.worker.fake_engine import (
-    IM_END,
-    MODEL,
-    FakeEngine,
-    events,
-    in_process,
-    make_state,
-    say,
-    serving,
-    strict_json,
-)
+from tests.worker.chatting import HELLO, chat, stream
+from tests.worker.fake_engine import IM_END, MODEL, FakeEngine, in_process, make_state, say, serving
 from worker.params import MAX_STOP_TOKEN_IDS
-from worker.server.state import ServerState
-from worker.text.template import ChatTemplate
-
-HELLO = [{"role": "user", "content": "Hi"}]
-
-
-async def chat(state: ServerState, **fields: Any) -> Any:
-    async with in_process(state) as client:
-        answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, **fields})
-    assert answer.status_code == 200, answer.text
-    return strict_json(answer.content)
-
-
-async def stream(state: ServerState, **fields: Any) -> list[Any]:
-    async with in_process(state) as client:
-        answer = await client.post(
-            "/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "stream": True, **fields}
-        )
-    assert answer.status_code == 200, answer.text
-    return events(answer.text)
-
-
-def text_of(chunks: list[Any], index: int = 0) -> str:
-    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") for choice in choices)
-
-
-async def test_usage_so_far_is_in_every_chunk_where_it_is_asked_for() -> None:
-    answered = say("Hello, world!")
-    each = {"continuous_usage_stats": True}
-    for options in (each, {**each, "include_usage": True}):
-        chunks = await stream(make_state(FakeEngine(answered)), n=2, stream_options=options)
-        assert chunks.pop() == "[DONE]"
-        last = chunks.pop()
-        assert last["choices"] == []
-        counts: dict[int, list[int]] = {0: [], 1: []}
-        for chunk in chunks:
-            usage = chunk["usage"]
-            counts[chunk["choices"][0]["index"]].append(usage["completion_tokens"])
-            assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
-            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        for own in counts.values():
-            assert own == sorted(own)
-            assert len(set(own)) > 5
-        assert sum(own[-1] for own in counts.values()) == last["usage"]["completion_tokens"]
-    none = await stream(make_state(), stream_options={**each, "include_usage": False})
-    assert all("usage" not in chunk for chunk in none[:-1])
-
-
-@pytest.mark.parametrize(
-    ("last", "fields", "shown"),
-    [
-        ({"role": "assistant", "content": "Well, "}, {"continue_final_message": True}, "Well, "),
-        ({"role": "assistant", "content": "Well."}, {}, "Well."),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-            {"continue_final_message": True},
-            "Hi",
-        ),
-        ({"role": "user", "content": "Hi"}, {"add_generation_prompt": False}, "Hi"),
-        ({"role": "user", "content": "Hi"}, {}, ""),
-        ({"role": "assistant", "content": None}, {}, ""),
-    ],
-)
-async def test_echo_begins_with_the_last_message_where_the_answer_is_of_its_role(
-    last: dict[str, Any], fields: dict[str, Any], shown: str
-) -> None:
-    fields = {"messages": [*HELLO, last], **fields}
-    body = await chat(make_state(), echo=True, n=2, **fields)
-    assert [choice["message"]["content"] for choice in body["choices"]] == [f"{shown}Hello, world!"] * 2
-    chunks = await stream(make_state(), echo=True, n=2, **fields)
-    assert [text_of(chunks, index) for index in (0, 1)] == [f"{shown}Hello, world!"] * 2
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
 async def test_a_request_names_its_answer() -> None:
@@ -103,24 +21,6 @@ async def test_a_request_names_its_answer() -> None:
         assert not any("mine-1" in request.request_id for request in engine.submitted)
     chunks = await stream(make_state(), request_id="chatcmpl-2")
     assert {chunk["id"] for chunk in chunks[:-1]} == {"chatcmpl-2"}
-
-
-async def test_effort_is_told_to_the_template() -> None:
-    template = (
-        "{{ reasoning_effort | default('-') }} {{ enable_thinking | default('-') }} {{ messages[0].content }}"
-    )
-    for fields, told in (
-        ({}, "- - Hi"),
-        ({"reasoning_effort": "low"}, "low - Hi"),
-        ({"reasoning_effort": "none"}, "none False Hi"),
-        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": 1}}, "none 1 Hi"),
-    ):
-        engine = FakeEngine()
-        state = make_state(engine)
-        assert state.text
-        state.text.template = ChatTemplate(template)
-        await chat(state, **fields)
-        assert bytes(engine.submitted[0].prompt_token_ids).decode() == told
 
 
 async def test_whole_answer() -> None:
@@ -139,132 +39,6 @@ async def test_whole_answer() -> None:
         "total_tokens": prompt + 14,
         "prompt_tokens_details": {"cached_tokens": prompt // 16 * 16},
     }
-
-
-async def test_prompt_goes_through_the_template_without_extra_marks() -> None:
-    engine = FakeEngine()
-    state = make_state(engine)
-    await chat(state, messages=[{"role": "system", "content": "S"}, *HELLO])
-    assert state.text
-    assert state.text.tokenizer
-    prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
-    assert prompt == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ({"role": "assistant", "content": None}, "assistant\n"),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            "user\na\nb",
-        ),
-        ({"role": "developer", "content": "d"}, "system\nd"),
-        ({"role": "tool", "content": "42", "tool_call_id": "call_1"}, "tool\n42"),
-        (
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-            },
-            "assistant\n",
-        ),
-    ],
-)
-async def test_every_kind_of_message_reaches_the_template(message: dict[str, Any], shown: str) -> None:
-    engine = FakeEngine()
-    state = make_state(engine)
-    await chat(state, messages=[*HELLO, message])
-    assert state.text
-    assert state.text.tokenizer
-    prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
-    assert f"<|im_start|>{shown}<|im_end|>" in prompt
-
-
-@pytest.mark.parametrize("content", ["The answer is ", [{"type": "text", "text": "The answer is "}]])
-async def test_an_answer_may_go_on_with_the_last_message(content: Any) -> None:
-    engine = FakeEngine()
-    state = make_state(engine)
-    message = {"role": "assistant", "content": content}
-    await chat(state, messages=[*HELLO, message], continue_final_message=True)
-    assert state.text
-    assert state.text.tokenizer
-    prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
-    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nThe answer is "
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"add_generation_prompt": True}, "leave one of them out"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": None}]}, "no text to go on with"),
-    ],
-)
-async def test_what_no_answer_can_go_on_with(fields: dict[str, Any], problem: str) -> None:
-    async with in_process(make_state()) as client:
-        body = {"model": MODEL, "messages": HELLO, "continue_final_message": True, **fields}
-        answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "continue_final_message"
-    assert problem in answer.json()["error"]["message"]
-
-
-async def test_stream_has_the_shape_that_clients_expect() -> None:
-    chunks = await stream(make_state(), stream_options={"include_usage": True})
-    assert chunks[-1] == "[DONE]"
-    first, last, usage = chunks[0], chunks[-3], chunks[-2]
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == 14
-    assert all(chunk["usage"] is None for chunk in chunks[:-2])
-    assert text_of(chunks) == "Hello, world!"
-    for key in ("id", "created", "model", "system_fingerprint", "object"):
-        assert len({chunk[key] for chunk in chunks[:-1]}) == 1, key
-
-
-async def test_stream_without_options_says_nothing_of_usage() -> None:
-    chunks = await stream(make_state())
-    assert all("usage" not in chunk for chunk in chunks[:-1])
-
-
-async def test_characters_are_never_broken_over_chunks() -> None:
-    text = "naïve 日本 🙂"
-    chunks = await stream(make_state(FakeEngine(say(text))))
-    assert text_of(chunks) == text
-    assert "\ufffd" not in "".join(str(chunk) for chunk in chunks)
-
-
-@pytest.mark.parametrize("per_step", [1, 3, 100])
-@pytest.mark.parametrize("include", [False, True])
-async def test_stop_string_over_token_boundaries(per_step: int, include: bool) -> None:
-    engine = FakeEngine(say("one </en two </end> three"), per_step=per_step)
-    fields = {"stop": ["</end>"], "include_stop_str_in_output": include}
-    whole = await chat(make_state(engine), **fields)
-    chunks = await stream(make_state(FakeEngine(engine.script, per_step=per_step)), **fields)
-    expected = "one </en two " + ("</end>" if include else "")
-    assert whole["choices"][0]["message"]["content"] == expected
-    assert text_of(chunks) == expected
-    assert (whole["choices"][0]["finish_reason"], whole["choices"][0]["stop_reason"]) == ("stop", "</end>")
-    # What the engine made after the stop string is nobody's: it isn't counted, and it is stopped.
-    assert whole["usage"]["completion_tokens"] == len("one </en two </end>")
-    assert engine.in_flight == 0
-
-
-async def test_stop_token_is_reported_and_not_shown() -> None:
-    body = await chat(make_state(FakeEngine(say("abc.def"))), stop_token_ids=[ord(".")])
-    (choice,) = body["choices"]
-    assert choice["message"]["content"] == "abc"
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ord("."))
-
-
-async def test_max_tokens_ends_with_length() -> None:
-    for name in ("max_tokens", "max_completion_tokens"):
-        body = await chat(make_state(), **{name: 5})
-        (choice,) = body["choices"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "length")
 
 
 async def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
@@ -286,33 +60,6 @@ async def test_n_answers_have_seeds_of_their_own_that_repeat() -> None:
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 3
     assert seeds[0][0] == 7
-
-
-async def test_n_answers_stream_by_index() -> None:
-    engine = FakeEngine(lambda request: [*f"seed {request.seed}".encode(), IM_END])
-    chunks = await stream(make_state(engine), n=3)
-    for index, request in enumerate(engine.submitted):
-        assert text_of(chunks, index) == f"seed {request.seed}"
-        mine = [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == index]
-        assert mine[0]["delta"]["role"] == "assistant"
-        assert [c["finish_reason"] for c in mine].count("stop") == 1
-
-
-async def test_logprob_bytes_joined_are_the_text() -> None:
-    text = "naïve 日本 🙂!"
-    whole = await chat(make_state(FakeEngine(say(text))), logprobs=True, top_logprobs=2)
-    chunks = await stream(make_state(FakeEngine(say(text), per_step=2)), logprobs=True, top_logprobs=2)
-    content = whole["choices"][0]["logprobs"]["content"]
-    streamed = [
-        token
-        for chunk in chunks[:-1]
-        for choice in chunk["choices"]
-        if choice["logprobs"]
-        for token in choice["logprobs"]["content"]
-    ]
-    assert content == streamed
-    assert bytes(byte for token in content for byte in token["bytes"]).decode() == text
-    assert all(len(token["top_logprobs"]) == 2 for token in content)
 
 
 async def test_logprobs_stop_where_the_text_stops() -> None:

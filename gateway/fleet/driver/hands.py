@@ -45,12 +45,6 @@ class Team:
 
     slots: Mapping[Side, Sequence[Slot]]
 
-    def side_of(self, slot: str) -> Side | None:
-        for side, slots in self.slots.items():
-            if any(one.name == slot for one in slots):
-                return side
-        return None
-
 
 class Hands:
     """Of one rollout. What becomes of an action is told to `report`; `last` is the latest verdict on the

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from worker.text.answer import CALL_END, CallArguments, CallStart, Part
 from worker.text.calls.format import CallFormat, Mark
-from worker.text.calls.reading import NAME, WHITE, Functions, after_end
+from worker.text.calls.reading import NAME, WHITE, Functions, StepReader
 
 LLAMA4_PYTHONIC = CallFormat(
     name="llama4_pythonic",
@@ -67,38 +67,16 @@ class ValueEnd:
             self._depth -= 1
 
 
-class PythonReader:
+class PythonReader(StepReader):
     """Reads a list of calls (see PayloadState); each argument is passed on when it is whole."""
 
     def __init__(self, mark: Mark, functions: Functions) -> None:
+        super().__init__(mark)
         self.state: Literal["open", "call", "key", "value", "between", "close", "over", "broken"] = "open"
-        self.rest = ""
-        self._mark = mark
         self._names = functions if mark.only_known else None
-        self._text = ""
         self._before = ""  # text before the call that is being read, no call's part
         self._count = 0  # arguments of this call
         self._end = ValueEnd()
-
-    def push(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        self._text += text
-        moved = True
-        while moved and self.state not in ("over", "broken"):
-            match self.state:
-                case "open":
-                    moved = self._open()
-                case "call":
-                    moved = self._read_name(parts)
-                case "key":
-                    moved = self._read_key(parts)
-                case "value":
-                    moved = self._read_value(parts)
-                case "between":
-                    moved = self._between()
-                case _:
-                    moved = self._close()
-        return parts
 
     def finish(self) -> list[Part]:
         if self.state in ("open", "call"):
@@ -108,6 +86,21 @@ class PythonReader:
         if self.state != "broken":
             self.state = "over"
         return []
+
+    def _step(self, parts: list[Part]) -> bool:
+        match self.state:
+            case "open":
+                return self._open()
+            case "call":
+                return self._read_name(parts)
+            case "key":
+                return self._read_key(parts)
+            case "value":
+                return self._read_value(parts)
+            case "between":
+                return self._between()
+            case _:
+                return self._close()
 
     def _open(self) -> bool:
         begun = self._text.lstrip(WHITE)
@@ -174,13 +167,6 @@ class PythonReader:
             self._text = begun.removeprefix("]")
             self.state = "close"
         return True
-
-    def _close(self) -> bool:
-        rest = after_end(self._text, self._mark)
-        if rest is not None:
-            self.rest, self._text = rest, ""
-            self.state = "over"
-        return False
 
     def _break(self) -> None:
         self.rest, self._text = self._before + self._text, ""

@@ -14,12 +14,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from worker.text.answer import CALL_END, CallArguments, CallStart, Part
 from worker.text.calls.format import CallFormat, Mark
 from worker.text.calls.json_call import held_back
-from worker.text.calls.reading import NAME, WHITE, Functions, Phase, after_end, escaped, kinds_of, parameter
+from worker.text.calls.reading import NAME, WHITE, Functions, StepReader, escaped, kinds_of, parameter
 
 QWEN3_CODER = CallFormat(
     name="qwen3_coder",
@@ -40,14 +40,13 @@ _VALUE_ENDS: Final = ("</parameter>", "\n<parameter=", "\n</function>")
 _HELD: Final = ("\n</parameter>", *_VALUE_ENDS)
 
 
-class ParametersReader:
+class ParametersReader(StepReader):
     """Reads one call (see PayloadState). Arguments are JSON by the types that the function's schema has for
     them: text is passed on as it comes, anything else when it is whole."""
 
     def __init__(self, mark: Mark, functions: Functions) -> None:
-        self.state: Phase = "head"
-        self.rest = ""
-        self._mark = mark
+        super().__init__(mark)
+        self.state: Literal["head", "between", "value", "close", "over", "broken"] = "head"
         self._functions = functions
         self._before = "<function=" if mark.start == "<function=" else ""  # of the mark, read again
         self._text = self._before
@@ -56,22 +55,6 @@ class ParametersReader:
         self._schema: Any = None
         self._is_text = False
         self._begun = False  # the value's first line break is past
-
-    def push(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        self._text += text
-        moved = True
-        while moved and self.state not in ("over", "broken"):
-            match self.state:
-                case "head":
-                    moved = self._read_head(parts)
-                case "between":
-                    moved = self._between(parts)
-                case "value":
-                    moved = self._read_value(parts)
-                case _:
-                    moved = self._close()
-        return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
@@ -84,6 +67,17 @@ class ParametersReader:
         if self.state != "broken":
             self.state = "over"
         return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        match self.state:
+            case "head":
+                return self._read_head(parts)
+            case "between":
+                return self._between(parts)
+            case "value":
+                return self._read_value(parts)
+            case _:
+                return self._close()
 
     def _read_head(self, parts: list[Part]) -> bool:
         head = _HEAD.match(self._text)
@@ -155,13 +149,6 @@ class ParametersReader:
         if not self._begun:
             text = text.removeprefix("\n")
         return text.removesuffix("\n") if whole else text
-
-    def _close(self) -> bool:
-        rest = after_end(self._text, self._mark)
-        if rest is not None:
-            self.rest, self._text = rest, ""
-            self.state = "over"
-        return False
 
     def _break(self) -> None:
         self.rest, self._text = self._text[len(self._before) :], ""

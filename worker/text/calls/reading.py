@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 from worker.text.answer import Part
 from worker.text.calls.format import Mark
@@ -35,6 +35,35 @@ class PayloadState(Protocol):
     def finish(self) -> list[Part]:
         """The parts that were held; the payload is over or broken then."""
         ...
+
+
+class StepReader:
+    """A PayloadState that goes by steps: each takes what it can from the front of `_text` and says whether it
+    came further. Formats have steps of their own; `_close` is the last one of each."""
+
+    state: str
+
+    def __init__(self, mark: Mark) -> None:
+        self.rest = ""
+        self._mark = mark
+        self._text = ""
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        self._text += text
+        while self.state not in ("over", "broken") and self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        raise NotImplementedError
+
+    def _close(self) -> bool:
+        rest = after_end(self._text, self._mark)
+        if rest is not None:
+            self.rest, self._text = rest, ""
+            self.state = "over"
+        return False
 
 
 def after_end(text: str, mark: Mark) -> str | None:
@@ -72,6 +101,3 @@ def parameter(functions: Functions, function: str, name: str) -> Any:
     schema = functions.get(function) if isinstance(functions, Mapping) else None
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties.get(name) if isinstance(properties, Mapping) else None
-
-
-Phase = Literal["head", "between", "value", "close", "over", "broken"]
