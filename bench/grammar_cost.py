@@ -1,5 +1,5 @@
-"""What a form costs: throughput of answers that must keep to a JSON schema beside answers that needn't, and
-how many of 100 documents are valid.
+"""What a form costs: throughput of answers that must keep to a JSON schema beside answers that needn't, where
+the time of their steps goes, what masks take by threads, and how many of 100 documents are valid.
 
     python -m bench.grammar_cost --out bench/results/grammar_cost.json
     python -m bench.grammar_cost --device cuda --out bench/results/grammar_cost_h200.json [--tokenizer PATH]
@@ -8,6 +8,9 @@ CPU: SmolLM2-135M-Instruct, 2 threads, 16 answers at a time. GPU: the Qwen2-7B s
 answers at a time after 512 tokens each; without --tokenizer its tokens are SmolLM2's, a third as many as
 Qwen's. All at temperature 1, and all answers have the same number of tokens: the form is a list of so many
 records that none ends before, and the others ignore the end of sequence. Rounds are interleaved; medians.
+
+Steps: milliseconds of their parts (bench/step_parts.py). Masks: milliseconds for those of all answers, by
+threads and by how often the form was compiled (copies of one share a lock); random tokens of those allowed.
 
 Documents (CPU): one record each, at temperature 1 with other seeds; jsonschema says which are valid.
 """
@@ -23,9 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 
 from bench import machine
+from bench.step_parts import StepParts
 from worker import LLM, SamplingParams, StructuredOutputs
+from worker.grammar.compiling import compile_matcher
+from worker.grammar.constraint import Constraint, MaskWriter, Original
 
 MODELS = Path(__file__).parent / "models"
 SMALL = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -118,6 +125,7 @@ def throughput(llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> 
     llm.generate(prompts[0], SamplingParams(max_tokens=1, structured_outputs=form))
     first = time.perf_counter() - started
     rates: dict[bool, list[float]] = {False: [], True: []}
+    parts = {constrained: StepParts(llm._engine.config.device) for constrained in rates}
     for repeat in range(rounds):
         for constrained in (False, True):
             params = [
@@ -129,9 +137,10 @@ def throughput(llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> 
                 )
                 for i in range(len(prompts))
             ]
-            started = time.perf_counter()
-            results = llm.generate(prompts, params)
-            elapsed = time.perf_counter() - started
+            with parts[constrained].timed():
+                started = time.perf_counter()
+                results = llm.generate(prompts, params)
+                elapsed = time.perf_counter() - started
             assert all(len(result.outputs[0].token_ids) == tokens for result in results)
             rates[constrained].append(len(prompts) * tokens / elapsed)
     free, formed = (statistics.median(rates[constrained]) for constrained in (False, True))
@@ -145,7 +154,39 @@ def throughput(llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> 
         "met": 1 - formed / free <= BAR,
         "first_form_seconds": first,
         "rounds": {"without": rates[False], "with": rates[True]},
+        "step_ms": {"without": parts[False].report(), "with": parts[True].report()},
     }
+
+
+def masks(llm: LLM, answers: int, steps: int = 48) -> list[dict[str, float]]:
+    """What masks of so many answers to the form take by themselves."""
+    table = llm._engine._grammars._workshop.token_table()
+    form = StructuredOutputs(json=RECORDS)
+    ends = frozenset(table.eos_tokens)
+    most = min(llm._engine.config.threads, 16)
+    found = []
+    for threads, compiled in sorted({(1, 1), (most, 1), *((n, n) for n in (2, 4, 8, 16) if n <= most)}):
+        originals = [Original(compile_matcher(table, form)) for _ in range(compiled)]
+        constraints = [Constraint(originals[i % compiled], ends, 1 << 60) for i in range(answers)]
+        taken = _walk(MaskWriter(table.vocab_size, ends, threads), constraints, steps)
+        times = {"median": 1e3 * statistics.median(taken), "mean": 1e3 * statistics.fmean(taken)}
+        found.append({"threads": threads, "compiled": compiled, **times, "worst": 1e3 * max(taken)})
+    return found
+
+
+def _walk(writer: MaskWriter, constraints: list[Constraint], steps: int) -> list[float]:
+    """Seconds for the masks of each step."""
+    rng = np.random.default_rng(0)
+    bits = np.empty((len(constraints), writer.words), np.uint32)
+    taken = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        writer.write(constraints, bits)
+        taken.append(time.perf_counter() - started)
+        for constraint, mask in zip(constraints, bits.view(np.uint8)):
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            constraint.take(int(rng.choice(allowed)))
+    return taken
 
 
 def main() -> None:
@@ -165,10 +206,12 @@ def main() -> None:
         with LLM(LARGE, device="cuda", tokenizer=arguments.tokenizer, max_model_len=2048) as llm:
             prompts = [[(7 * i + 13 * j) % 40_000 + 100 for j in range(512)] for i in range(64)]
             result["throughput"] = throughput(llm, prompts, arguments.tokens, arguments.rounds)
+            result["masks_ms"] = masks(llm, len(prompts))
     else:
         with LLM(str(SMALL), device="cpu", threads=arguments.threads, max_model_len=2048) as llm:
             prompts = chat_prompts(llm, 16)
             result["throughput"] = throughput(llm, prompts, arguments.tokens, arguments.rounds)
+            result["masks_ms"] = masks(llm, len(prompts))
             if arguments.documents:
                 result["documents"] = documents(llm, arguments.documents, 20)
     machine.publish(result, arguments.out)

@@ -18,7 +18,7 @@ BLOCK = 4096
 @triton.jit(do_not_specialize=["stride_x", "vocab", "words"])
 def _mask_kernel(p_x, p_mask, p_place, stride_x, vocab, words, BLOCK: tl.constexpr):
     i_g = tl.program_id(0).to(tl.int64)
-    i_r = tl.load(p_place + i_g)
+    i_r = tl.load(p_place + i_g).to(tl.int64)
     o_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_w = o_v // 32
     b_word = tl.load(p_mask + i_g * words + o_w, mask=o_w < words, other=0)
@@ -33,7 +33,7 @@ def mask_tokens(logits: Tensor, mask: Tensor, places: Tensor) -> None:
     Args:
         logits: [R, V] of any floating type, last dimension contiguous.
         mask: [G, W] int32, contiguous; bit b of word w is token 32 w + b.
-        places: [G] int64, the row of the logits that each mask is for; each row once.
+        places: [G] int32, the row of the logits that each mask is for; each row once.
     """
     (mask_tokens_triton if logits.is_cuda else mask_tokens_torch)(logits, mask, places)
 
@@ -50,7 +50,8 @@ def mask_tokens_torch(logits: Tensor, mask: Tensor, places: Tensor) -> None:
     rows, vocab = logits.shape
     bits = np.unpackbits(mask.numpy().view(np.uint8), axis=1, count=vocab, bitorder="little")  # pads with 0
     masked = torch.from_numpy(bits).view(torch.bool).logical_not_()
-    if len(places) == rows and torch.equal(places, torch.arange(rows)):
+    if len(places) == rows and torch.equal(places, torch.arange(rows, dtype=torch.int32)):
         logits.masked_fill_(masked, -torch.inf)
     else:
-        logits[places] = logits[places].masked_fill_(masked, -torch.inf)
+        index = places.long()
+        logits[index] = logits[index].masked_fill_(masked, -torch.inf)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
 from bench.grammar_cost import RECORD
-from kernels.token_mask import mask_tokens
+from kernels.token_mask import _mask_kernel, mask_tokens
 from worker import LLM, SamplingParams, StructuredOutputs
+from worker.runner.form_masks import FormMasks, compile_form_masks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 CODE = "[a-f]{4}-[0-9]{3}(, [a-f]{4}-[0-9]{3}){2}"
@@ -23,12 +25,40 @@ CODE = "[a-f]{4}-[0-9]{3}(, [a-f]{4}-[0-9]{3}){2}"
 def test_masks_are_those_of_a_cpu(dtype: torch.dtype, vocab: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(9, vocab).to(dtype)
-    places = torch.tensor([8, 0, 3, 5])
+    places = torch.tensor([8, 0, 3, 5], dtype=torch.int32)
     mask = torch.randint(-(2**31), 2**31 - 1, (4, -(-vocab // 32)), dtype=torch.int32)
     on_card = logits.cuda()
     mask_tokens(on_card, mask.cuda(), places.cuda())
     mask_tokens(logits, mask, places)
     assert torch.equal(on_card.cpu(), logits)
+
+
+@pytest.mark.parametrize("vocab", [31, 50_257, 152_064])
+def test_masks_of_steps_that_nobody_waits_for(vocab: int) -> None:
+    """Steps of other numbers of rows: the next one's masks are written while the device is busy, but not
+    before it has read the last ones; and what they launch was compiled before."""
+    torch.manual_seed(0)
+    words = -(-vocab // 32)
+    logits = torch.randn(16, vocab, dtype=torch.bfloat16)
+    on_card, work = logits.cuda(), torch.randn(4096, 4096, device="cuda")
+    compile_form_masks(on_card[:1].clone())
+    variants = len(_mask_kernel.device_caches[torch.cuda.current_device()][0])
+    masks = FormMasks(16, torch.device("cuda"))
+    found, expected = [], []
+    for step in range(24):
+        places = torch.randperm(16)[: 1 + step % 16]
+        bits = torch.randint(-(2**31), 2**31 - 1, (len(places), words), dtype=torch.int32)
+        expected.append(logits.clone())
+        mask_tokens(expected[-1], bits, places.int())
+        masked = on_card.clone()
+        for _ in range(20):
+            work = torch.tanh(work @ work)
+        form = masks.begin(places.tolist(), words)
+        form.bits[:] = bits.numpy().view(np.uint32)
+        form.apply(masked)
+        found.append(masked)
+    assert all(torch.equal(one.cpu(), want) for one, want in zip(found, expected))
+    assert len(_mask_kernel.device_caches[torch.cuda.current_device()][0]) == variants
 
 
 def answers(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:

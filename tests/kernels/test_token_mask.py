@@ -35,7 +35,7 @@ def test_what_a_mask_leaves_out_is_minus_infinity(
     logits = torch.randn(4, vocab).to(dtype)
     mask = torch.randint(-(2**31), 2**31 - 1, (len(places), 4), dtype=torch.int32)
     wanted = expected(logits, mask, places)
-    rows = torch.tensor(places)
+    rows = torch.tensor(places, dtype=torch.int32)
     by_kernel, by_torch = logits.clone(), logits.clone()
     interpreted.token_mask.mask_tokens_triton(by_kernel, mask, rows)
     mask_tokens(by_torch, mask, rows)
@@ -45,5 +45,6 @@ def test_what_a_mask_leaves_out_is_minus_infinity(
 
 def test_bits_of_a_word_are_in_order_and_the_sign_bit_counts() -> None:
     logits = torch.zeros(1, 33)
-    mask_tokens(logits, torch.tensor([[-(2**31) + 1, 1]], dtype=torch.int32), torch.tensor([0]))
+    mask = torch.tensor([[-(2**31) + 1, 1]], dtype=torch.int32)
+    mask_tokens(logits, mask, torch.zeros(1, dtype=torch.int32))
     assert logits.isfinite().nonzero()[:, 1].tolist() == [0, 31, 32]

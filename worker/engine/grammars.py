@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from worker.grammar.constraint import Constraint, MaskWriter, Original
 from worker.grammar.vocabulary import token_table
 from worker.params import StructuredOutputs
 from worker.request import Request
-from worker.runner.masks import FormMask
+from worker.runner.form_masks import FormMask
 from worker.text.tokenizer import Tokenizer, TokenizerError
 from worker.weights.source import ModelSource
 
@@ -171,9 +172,10 @@ class Grammars:
             found += [(request, compiled.error) for request in requests]
         return found
 
-    def mask(self, requests: list[Request]) -> FormMask | None:
+    def mask(self, requests: list[Request], begin: Callable[[list[int], int], FormMask]) -> FormMask | None:
         """What may come next for those of the requests, a row each, whose answers must have a form and still
-        go on, None without any; the tokens they have must all be known."""
+        go on, None without any; the tokens they have must all be known. `begin` gives a mask's memory:
+        FormMasks.begin."""
         going_on = [
             (place, request.constraint)
             for place, request in enumerate(requests)
@@ -182,8 +184,9 @@ class Grammars:
         if not going_on:
             return None
         assert self._writer is not None
-        bits = self._writer.write([constraint for _, constraint in going_on])
-        return FormMask([place for place, _ in going_on], bits)
+        form = begin([place for place, _ in going_on], self._writer.words)
+        self._writer.write([constraint for _, constraint in going_on], form.bits)
+        return form
 
     def prepare(self) -> None:
         """Load the tokenizer on a thread, before the first form comes."""

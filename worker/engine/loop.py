@@ -292,7 +292,7 @@ class Engine:
             if any(request.constraint is not None for request in launched.host.sampled):
                 # What may come next depends on the tokens of the steps before. The device computes meanwhile.
                 self._drain()
-                form = self._grammars.mask(launched.host.sampled)
+                form = self._grammars.mask(launched.host.sampled, self.runner.begin_form)
             self.runner.sample(launched, form)
             self._launched.append((launched, now))
             self._steps += 1

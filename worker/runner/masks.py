@@ -1,8 +1,8 @@
 """Tokens that must not be sampled: their logits become -inf.
 
-All masks of a request meet here, after bias and penalties, so that nothing brings a token back: first those
-that hold for the whole answer (allowed_token_ids, bad words of one token), then those that depend on where
-the answer stands (min_tokens, longer bad words), and last of all the form that it must have.
+All masks of a request come after bias and penalties, so that nothing brings a token back: first those that
+hold for the whole answer (allowed_token_ids, bad words of one token), then those that depend on where the
+answer stands (min_tokens, longer bad words), and last of all the form that it must have (form_masks.py).
 
 A bad word of several tokens masks its last one where the others come just before. Steps overlap on a GPU: the
 token sampled last may not be on the host yet. The host compares what it has, and the device compares that one
@@ -12,28 +12,17 @@ token, which it keeps for each row (`last_tokens`), with the one the word has th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.token_mask import mask_tokens
 from worker.request import Request
 from worker.runner.row_table import RowTable
 from worker.runner.transfer import to_device
 
 _ANY = -1  # instead of the token that must come before: whichever it is
 _Words = dict[int, list[tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class FormMask:
-    """For the rows of the logits at `places`: the tokens that the forms of their answers allow next, as
-    `bits` [G, W] uint32, bit b of word w for token 32 w + b."""
-
-    places: list[int]
-    bits: np.ndarray
 
 
 class Masks:
@@ -76,11 +65,6 @@ class Masks:
         cells = [cell for i, r in zip(places, requests) for cell in self._cells(i, r)]
         if cells:
             self._mask_cells(logits, cells)
-
-    def apply_form(self, logits: Tensor, form: FormMask) -> None:
-        """Leave in `logits` [R, vocab], in place, what forms allow."""
-        bits = to_device(torch.from_numpy(form.bits.view(np.int32)), self._device)
-        mask_tokens(logits, bits, to_device(torch.tensor(form.places), self._device))
 
     def _cells(self, place: int, request: Request) -> Iterator[tuple[int, int, int, int]]:
         """(place, column, row, token) of single masks: that cell of the logits is masked if `token`, or _ANY,

@@ -1,15 +1,15 @@
 """Sampler: logits to tokens.
 
 Order as in vLLM: bias and penalties (worker/runner/penalties.py), then what may not be sampled
-(worker/runner/masks.py), then temperature, then top-k, top-p and min-p on the probabilities, then one draw
-(kernels/sampling.py on a GPU, worker/runner/draw.py on a CPU). Log-probabilities are those before all that.
+(worker/runner/masks.py) and what the answer's form allows (worker/runner/form_masks.py), then temperature,
+then top-k, top-p and min-p on the probabilities, then one draw (kernels/sampling.py on a GPU,
+worker/runner/draw.py on a CPU). Log-probabilities are those before all that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +17,8 @@ from kernels.sampling import sample_triton
 from worker.ipc.messages import TokenLogprob
 from worker.request import Request
 from worker.runner.draw import argmax, draw, uniforms
-from worker.runner.masks import FormMask, Masks
+from worker.runner.form_masks import FormMask, compile_form_masks
+from worker.runner.masks import Masks
 from worker.runner.penalties import Penalties
 from worker.runner.transfer import to_device, to_host
 
@@ -94,7 +95,7 @@ class Sampler:
             draws = torch.zeros(1, dtype=torch.float64, device=self.device)
             sample_triton(logits, self._vocab_limit)
             sample_triton(logits, self._vocab_limit, params, draws)
-            self._masks.apply_form(logits, FormMask([0], np.zeros((1, 1), np.uint32)))
+            compile_form_masks(logits)
 
     def begin(self, requests: list[Request]) -> None:
         """These requests just got their rows."""
@@ -118,7 +119,7 @@ class Sampler:
             self._penalties.apply(logits, shaped, changed)
             self._masks.apply(logits, shaped, changed)
         if form is not None:
-            self._masks.apply_form(logits, form)
+            form.apply(logits)
         top = logits.amax(dim=-1) if shaped or not logits.is_cuda else None
         tokens = self._choose_on_gpu(logits, requests) if logits.is_cuda else self._choose(logits, requests)
         if top is not None:

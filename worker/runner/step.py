@@ -15,9 +15,9 @@ from worker.ipc.messages import TokenLogprob
 from worker.model.layers import CausalLM
 from worker.request import Step
 from worker.runner.batch import BatchState, HostStep, device_step, host_step
+from worker.runner.form_masks import FormMask, FormMasks
 from worker.runner.graphs import DecodeGraphs, graph_sizes
 from worker.runner.kv_cache import KvCache
-from worker.runner.masks import FormMask
 from worker.runner.mixed_graphs import MixedGraphs, mixed_sizes
 from worker.runner.pooler import Pooled, Pooler
 from worker.runner.prompt_logprobs import PromptScorer, Scored
@@ -66,6 +66,7 @@ class Runner:
             one_table=model.first_row(max_model_len) == 0,
         )
         self._sampler = Sampler(model.config.vocab_size, vocab_limit, device, self._state.last_tokens)
+        self._forms = FormMasks(max_num_seqs, device)
         self._pooler = Pooler()
         self._scorer = PromptScorer(model.compute_logits, model.config.vocab_size, vocab_limit)
         self._graphs: DecodeGraphs | None = None
@@ -113,6 +114,10 @@ class Runner:
         if logits is None:
             self._run(launched)
         return launched
+
+    def begin_form(self, places: list[int], words: int) -> FormMask:
+        """Memory for what forms allow in these rows of the next step that samples: see FormMasks.begin."""
+        return self._forms.begin(places, words)
 
     @torch.inference_mode()
     def sample(self, launched: Launched, form: FormMask | None = None) -> None:
