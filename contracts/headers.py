@@ -3,9 +3,9 @@
 REQUEST_ID = "x-request-id"
 SERVED_MODEL = "x-pagefleet-model"
 SERVED_TARGET = "x-pagefleet-target"  # slot.generation
-REFUSED = "x-pagefleet-refused"  # why a worker refused before any work was done: safe to retry elsewhere
-DRAINING, QUEUE_FULL, LOADING = "draining", "queue_full", "loading"
-LATE = "late"
+# In a refusal by a worker that has done no work yet, so another one may be asked: why, one of the next line.
+REFUSED = "x-pagefleet-refused"
+DRAINING, QUEUE_FULL, LOADING, LATE = "draining", "queue_full", "loading", "late"
 # Seconds that a client will wait until its request is begun: at the gateway for a worker with room, then at
 # the worker, which is told what is left of them.
 PATIENCE = "x-request-timeout"

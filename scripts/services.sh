@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes sure that redis-server, nginx, systemd and Node.js, which some tests start for themselves (systemd as a
-# manager of their own user, not of the machine), are installed. Where they can't be, one line says so, and those tests are skipped (or fail, with PAGEFLEET_FORBID_SKIP=1).
+# Makes sure that redis-server, nginx, systemd and Node.js are installed, which some tests start for themselves
+# (systemd as a manager of their own user, not of the machine). Where they can't be, one line says so, and those
+# tests are skipped (or fail, with PAGEFLEET_FORBID_SKIP=1).
 set -u
 
 declare -A packages=([redis-server]=redis-server [nginx]=nginx-light [systemctl]=systemd [node]=nodejs [npm]=npm)

@@ -149,6 +149,22 @@ def _is_denied(state: StateDir) -> bool:
         return False
 
 
+def supervisor_client(state: StateDir) -> httpx.Client:
+    """Of the supervisor's admin socket; it waits for PATIENCE where a request doesn't say otherwise."""
+    # Certificates, which aren't needed, take long to load.
+    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
+    return httpx.Client(transport=transport, base_url="http://supervisor", timeout=PATIENCE, trust_env=False)
+
+
+class _Refused(msgspec.Struct):
+    error: Failure
+
+
+def refusal_in(response: httpx.Response) -> Failure:
+    """What an answer of 400 or more says; msgspec.MsgspecError when it is none of a supervisor's."""
+    return msgspec.json.decode(response.content, type=_Refused).error
+
+
 def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | None:
     """The supervisor's answer, None when no supervisor is up there; the command ends when one is and doesn't
     answer."""
@@ -160,9 +176,7 @@ def ask_supervisor(state: StateDir, method: str, path: str) -> FleetStatus | Non
 
 def ask_if_it_answers(state: StateDir, method: str, path: str) -> FleetStatus | None:
     """The supervisor's answer, None when no supervisor is up there; Silent when one is and doesn't answer."""
-    # Certificates, which aren't needed, take long to load.
-    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
-    with httpx.Client(transport=transport, base_url="http://supervisor", timeout=PATIENCE) as client:
+    with supervisor_client(state) as client:
         try:
             response = client.request(method, path)
             return msgspec.json.decode(response.content, type=FleetStatus)
@@ -178,15 +192,14 @@ def ask_if_it_answers(state: StateDir, method: str, path: str) -> FleetStatus | 
 
 def call_supervisor(state: StateDir, method: str, path: str, kind: type[T], content: bytes = b"") -> T:
     """What the supervisor answers; the command ends with its words and code when it refuses, or isn't up."""
-    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
-    with httpx.Client(transport=transport, base_url="http://supervisor", timeout=ANSWER_WITHIN) as client:
+    with supervisor_client(state) as client:
         try:
-            response = client.request(method, path, content=content)
+            response = client.request(method, path, content=content, timeout=ANSWER_WITHIN)
         except (httpx.HTTPError, OSError) as error:
             fail(why_unreachable(state, error))
     try:
         if response.status_code >= 400:
-            refusal = msgspec.json.decode(response.content, type=_Refusal).error
+            refusal = refusal_in(response)
             fail(refusal.message, refusal.exit_code)
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError:
@@ -208,10 +221,6 @@ def warn_about_models(state: StateDir, models: Iterable[str]) -> None:
     for name in models:
         if known and name not in known:
             click.echo(f"warning: {no_such_model(name, known)}", err=True)
-
-
-class _Refusal(msgspec.Struct):
-    error: Failure
 
 
 def require_fleet(state: StateDir) -> FleetStatus:

@@ -8,9 +8,9 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from gateway.cli.common import ANSWER_WITHIN, PATIENCE, why_unreachable
+from gateway.cli.common import ANSWER_WITHIN, PATIENCE, refusal_in, supervisor_client, why_unreachable
 from gateway.fleet.driver.asked import Plan, StartRequest
-from gateway.fleet.driver.routes import Failure, RolloutStatus
+from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.errors import EXIT_CONFLICT, EXIT_FAILED
 from gateway.fleet.rollout import Record, no_rollout
 from gateway.fleet.statedir import StateDir
@@ -30,17 +30,12 @@ class Unreachable(SwapRefused):
     """No supervisor is there, or no longer."""
 
 
-class _Refusal(msgspec.Struct):
-    error: Failure
-
-
 class Swaps:
     """The supervisor of the fleet in `state`. All raise SwapRefused."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
-        transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
-        self._client = httpx.Client(transport=transport, base_url="http://supervisor", trust_env=False)
+        self._client = supervisor_client(state)
 
     @property
     def comes_back(self) -> bool:
@@ -87,15 +82,15 @@ class Swaps:
         return self._ask("GET", f"{_path(model)}/history", list[Record])
 
     def _ask(self, method: str, path: str, kind: type[T], body: object = None, within: float = PATIENCE) -> T:
-        """`within`: a start or an undo asks the memory ledger first."""
+        """`within`: seconds; a start or an undo asks the memory ledger first."""
         content = None if body is None else msgspec.json.encode(body)
         try:
-            response = self._client.request(method, path, content=content, timeout=within or PATIENCE)
+            response = self._client.request(method, path, content=content, timeout=within)
         except (httpx.HTTPError, OSError) as error:
             raise Unreachable(why_unreachable(self._state, error)) from None
         try:
             if response.status_code >= 400:
-                refusal = msgspec.json.decode(response.content, type=_Refusal).error
+                refusal = refusal_in(response)
                 raise SwapRefused(refusal.message, refusal.exit_code)
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError:

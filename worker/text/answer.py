@@ -52,6 +52,16 @@ class Reader(Protocol):
         ...
 
 
+def held_back(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`, less than all of it: what follows decides."""
+    if not mark:
+        return 0
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0
+
+
 def joined(parts: Sequence[Part]) -> list[Part]:
     """The same with neighbours of one kind made one, and empty texts left out."""
     made: list[Part] = []

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from worker.text.answer import Content, Part, Reasoning
-from worker.text.calls.json_call import held_back
+from worker.text.answer import Content, Part, Reasoning, held_back
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any, Final, Literal, NamedTuple
 
-from worker.text.answer import CALL_END, CallArguments, CallStart, Part
+from worker.text.answer import CALL_END, CallArguments, CallStart, Part, held_back
 
 # Where the arguments are an object and come after the name, they are passed on as they come.
 _HEAD: Final = re.compile(
@@ -188,16 +188,6 @@ class CallReader:
         if end >= 0:
             self._text = self._text[end:]
             self.state = "over"
-
-
-def held_back(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
-    if not mark:
-        return 0
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
-    return 0
 
 
 def parse_call(text: str, *, needs_arguments: bool) -> ParsedCall | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from worker.text.answer import Content, Part
+from worker.text.answer import Content, Part, held_back
 from worker.text.calls.format import CallFormat, Mark
-from worker.text.calls.json_call import held_back
 from worker.text.calls.mistral import ArgumentsReader
 from worker.text.calls.payload import PayloadReader
 from worker.text.calls.pythonic import PythonReader

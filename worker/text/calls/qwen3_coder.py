@@ -16,9 +16,8 @@ import json
 import re
 from typing import Any, Final, Literal
 
-from worker.text.answer import CALL_END, CallArguments, CallStart, Part
+from worker.text.answer import CALL_END, CallArguments, CallStart, Part, held_back
 from worker.text.calls.format import CallFormat, Mark
-from worker.text.calls.json_call import held_back
 from worker.text.calls.reading import NAME, WHITE, Functions, StepReader, escaped, kinds_of, parameter
 
 QWEN3_CODER = CallFormat(
