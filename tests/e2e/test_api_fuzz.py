@@ -120,7 +120,7 @@ def test_worker(workers: list[Worker]) -> None:
 
 
 def test_embeddings_of_a_worker_that_makes_them(workers: list[Worker]) -> None:
-    schema = httpx.get(f"{workers[1].url}/openapi.json").json()
+    schema = httpx.get(f"{workers[1].url}/openapi.json", timeout=SECONDS).json()
     fuzz(workers[1].url, EMBEDDER, set(schema["paths"]) - {"/v1/embeddings"})
     assert workers[1].engine.submitted
 
@@ -132,10 +132,10 @@ def test_gateway(workers: list[Worker], gateway: str) -> None:
 
 
 def test_the_gateway_says_what_the_worker_says_and_what_it_adds(workers: list[Worker], gateway: str) -> None:
-    theirs = httpx.get(f"{workers[0].url}/openapi.json").json()
-    ours = httpx.get(f"{gateway}/openapi.json").json()
+    theirs = httpx.get(f"{workers[0].url}/openapi.json", timeout=SECONDS).json()
+    ours = httpx.get(f"{gateway}/openapi.json", timeout=SECONDS).json()
     chat = "/v1/chat/completions"
     assert ours["paths"][chat]["post"]["requestBody"] == theirs["paths"][chat]["post"]["requestBody"]
     assert set(theirs["paths"][chat]["post"]["responses"]) < set(ours["paths"][chat]["post"]["responses"])
     assert ours["components"]["schemas"] == theirs["components"]["schemas"]
-    assert httpx.post(f"{gateway}/openapi.json").status_code == 405
+    assert httpx.post(f"{gateway}/openapi.json", timeout=SECONDS).status_code == 405

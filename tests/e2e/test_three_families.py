@@ -120,7 +120,7 @@ def test_one_port_lists_all_three(fleet: Fleet) -> None:
     assert sorted(listed) == sorted(NAMES)
     for name in NAMES:
         assert fleet.sdk().models.retrieve(name).id == name
-    assert httpx.get(f"{fleet.url}/ready", timeout=10).status_code == 200
+    assert httpx.get(f"{fleet.url}/ready", timeout=60).status_code == 200
 
 
 def test_a_name_that_nobody_serves_is_not_found(fleet: Fleet) -> None:

@@ -162,6 +162,19 @@ class Fleet:
         assert pid, (slot, self.units())
         return pid
 
+    def kill_process(self, slot: str) -> None:
+        """`kill -9`, until the supervisor knows: before, it would call the dead one ready."""
+        self.until(lambda: any(unit.slot == slot and unit.pid for unit in self.units()))
+        self.kill_if_there(slot)
+
+    def kill_if_there(self, slot: str) -> None:
+        """The same of a process that may be about to end by itself."""
+        pids = {unit.pid for unit in self.units() if unit.slot == slot and unit.pid}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.until(lambda: not pids & {unit.pid for unit in self.units()})
+
     # --- gates
 
     def close_gate(self, name: str, text: str = "") -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ from gateway.fleet.driver import driver as driving
 from gateway.fleet.driver.asked import StartRequest
 from gateway.fleet.driver.clock import clock_now, steady
 from gateway.fleet.driver.records import Records
+from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.ledger import Ledger, Machine
 from gateway.fleet.rollout import Options, Rollout, Version
 from gateway.fleet.rollout.events import Promote
@@ -278,12 +280,20 @@ def test_who_watches_sees_the_end_also_when_the_supervisor_is_killed_in_between(
 ) -> None:
     """Where processes outlive it (systemd); else nothing is left to be watched."""
     monkeypatch.setattr(Swaps, "comes_back", True)
+    watches = threading.Event()
+    ask = Swaps.next
+
+    def asks(swaps: Swaps, model: str, revision: int, seconds: float) -> RolloutStatus:
+        watches.set()
+        return ask(swaps, model, revision, seconds)
+
+    monkeypatch.setattr(Swaps, "next", asks)
     fleet.close_gate("ready")
     fleet.start(**STAYS)
     words = ["swap", "watch", "m", "--state-dir", str(fleet.state.root)]
     with ThreadPoolExecutor() as pool:
         watching = pool.submit(CliRunner().invoke, pagefleet, words)
-        time.sleep(0.3)
+        assert watches.wait(PATIENCE)
         fleet.kill()
         fleet.open_gates()
         fleet.up()
@@ -391,7 +401,7 @@ async def test_no_stream_is_cut_because_the_clock_is_set(
     """While a supervisor looks, and while one has been killed and the next isn't there yet. Nor does it get
     more time by that."""
     monkeypatch.setattr(driving, "TICK", 0.02)
-    now = time.time()
+    began, now = time.monotonic(), time.time()
     rollout = Rollout(
         id="r", model="m", old=Version(source="old"), new=Version(source="new"), options=Options(),
         started=now, phase="clearing", leaving="primary", due=now + 2, primary_bp=0, standby_bp=10_000,
@@ -408,14 +418,12 @@ async def test_no_stream_is_cut_because_the_clock_is_set(
     if killed:
         driver = supervised()
     running = asyncio.create_task(driver.run())
-    await asyncio.sleep(0.2)
-    phases = [driver.rollout.phase]
     async with asyncio.timeout(PATIENCE):
-        while "cutting" not in phases:
+        while driver.rollout.phase != "cutting":
+            assert driver.rollout.phase == "clearing"
             await asyncio.sleep(0.02)
-            phases.append(driver.rollout.phase)
     running.cancel()
-    assert phases[0] == "clearing"
+    assert time.monotonic() > began + 1.9
 
 
 def test_after_the_machine_has_booted_its_own_time_counts() -> None:

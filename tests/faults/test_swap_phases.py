@@ -5,8 +5,6 @@ Each phase is held by a gate (tests/faults/nursery.py), so what is done to it is
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -103,10 +101,6 @@ def check(fleet: Fleet, ended: Rollout, expected: str, before: str, count: int) 
     assert history[-1].outcome == ended.phase
 
 
-def gone(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")
-
-
 def other(slot: str) -> str:
     return "m-0" if slot == "m-alt-0" else "m-alt-0"
 
@@ -196,9 +190,7 @@ def test_the_primary_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
 
 def kill_worker(fleet: Fleet, strategy: str, case: Case, victim: str, expected: str) -> None:
     before, count = there(fleet, strategy, case)
-    pid = fleet.process(before if victim == "primary" else other(before))
-    os.kill(pid, signal.SIGKILL)
-    fleet.until(partial(gone, pid))
+    fleet.kill_process(before if victim == "primary" else other(before))
     fleet.open_gates()
     ended = end(fleet)
     check(fleet, ended, expected, before, count)
@@ -209,9 +201,7 @@ def kill_worker(fleet: Fleet, strategy: str, case: Case, victim: str, expected: 
 def test_a_gateway_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
     """Where it is waited for: no longer, and what its successor shows counts."""
     before, count = there(fleet, strategy, case)
-    pid = fleet.process("gateway")
-    os.kill(pid, signal.SIGKILL)
-    fleet.until(partial(gone, pid))
+    fleet.kill_process("gateway")
     fleet.until(lambda: all(unit.state == "ready" for unit in fleet.units() if unit.role == "gateway"))
     fleet.open_gates()
     check(fleet, end(fleet), STOP if "abort" in case[1] else DONE, before, count)

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.board import Peer
 from gateway.fleet.statedir import StateDir
+from tests.gateway.forked import ForkedGateway
 from tests.gateway.rig import Rig, http_post, target, until
 
 PROCESSES = 3
@@ -26,8 +27,8 @@ Ask = Callable[..., Awaitable[tuple[int, str, bytes]]]
 
 
 class Gateways:
-    """`python -m gateway`, or by `programs` something else, in every slot, on one inherited socket, in front
-    of the rig's workers."""
+    """A gateway process, or by `programs` something else, in every slot, on one inherited socket, in front of
+    the rig's workers."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Gateways:
         self.programs = programs
         self.listener = listener
         self.slots = [f"gateway{number}" for number in range(PROCESSES)]
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: dict[str, subprocess.Popen[bytes] | ForkedGateway] = {}
         self.generation = 0
         self.state = StateDir(rig.folder)
         self.state.run.mkdir(exist_ok=True)
@@ -61,15 +62,16 @@ class Gateways:
         await asyncio.sleep(0.3)  # they see each other
 
     def _spawn(self, slot: str) -> None:
+        options = ["--config", str(self.rig.folder / "fleet.yaml"), "--state-dir", str(self.rig.folder)]
+        options += ["--slot", slot, "--generation", str(self.generation)]
+        path = self.rig.folder / f"{slot}.log"
+        if slot not in self.programs:
+            self.children[slot] = ForkedGateway(options, path, self.listener)
+            return
         descriptor = self.listener.fileno()
-        program = self.programs.get(slot, ("-m", "gateway"))
-        command = [sys.executable, *program, "--config", str(self.rig.folder / "fleet.yaml")]
-        place = ["--slot", slot, "--generation", str(self.generation)]
-        state = ["--state-dir", str(self.rig.folder), "--fd", str(descriptor)]
-        with (self.rig.folder / f"{slot}.log").open("ab") as log:
-            self.children[slot] = subprocess.Popen(
-                [*command, *place, *state], pass_fds=[descriptor], stderr=log
-            )
+        command = [sys.executable, *self.programs[slot], *options, "--fd", str(descriptor)]
+        with path.open("ab") as log:
+            self.children[slot] = subprocess.Popen(command, pass_fds=[descriptor], stderr=log)
 
     def _serves(self, slot: str) -> bool:
         reading = Peer(self.state.board(slot)).read()
@@ -88,7 +90,7 @@ class Gateways:
         self.children[slot].kill()
         self.children[slot].wait()
 
-    async def ended(self, slot: str) -> int:
+    async def ended(self, slot: str) -> int | None:
         child = self.children[slot]
         await until(lambda: child.poll() is not None)
         return child.returncode

@@ -111,7 +111,8 @@ class Swapping:
 
     async def ready(self) -> None:
         """The model, and a gateway that knows it."""
-        async with httpx.AsyncClient(base_url=self.supervisor.url, trust_env=False, verify=False) as client:
+        options: dict[str, Any] = {"trust_env": False, "verify": False, "timeout": PATIENCE}
+        async with httpx.AsyncClient(base_url=self.supervisor.url, **options) as client:
             async with asyncio.timeout(PATIENCE):
                 while True:
                     with contextlib.suppress(httpx.HTTPError):

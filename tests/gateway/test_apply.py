@@ -82,7 +82,9 @@ async def ask(fleet: Swapping, model: str) -> tuple[int, str]:
 
 
 async def models(fleet: Swapping) -> set[str]:
-    async with httpx.AsyncClient(base_url=fleet.supervisor.url, trust_env=False, verify=False) as client:
+    async with httpx.AsyncClient(
+        base_url=fleet.supervisor.url, trust_env=False, verify=False, timeout=60
+    ) as client:
         return {card["id"] for card in (await client.get("/v1/models")).json()["data"]}
 
 
@@ -93,8 +95,9 @@ async def test_models_come_go_and_multiply_while_users_notice_nothing(tmp_path: 
     async with swapping(path) as fleet:
         before = processes(fleet)
         async with users(fleet.supervisor.url, 2) as load:
-            streams = asyncio.create_task(long_stream(fleet, "gone"))
-            await asyncio.sleep(0.5)  # it streams
+            begun = asyncio.Event()
+            streams = asyncio.create_task(long_stream(fleet, "gone", 60, begun))
+            await begun.wait()
             write(
                 tmp_path,
                 M + ", replicas: 2}",
@@ -121,12 +124,14 @@ async def test_models_come_go_and_multiply_while_users_notice_nothing(tmp_path: 
         assert processes(fleet) == after
 
 
-async def long_stream(fleet: Swapping, model: str) -> str:
-    body = {"model": model, "stream": True, "fake": {"chunks": 60, "delay": 0.05}}
+async def long_stream(fleet: Swapping, model: str, chunks: int, begun: asyncio.Event) -> str:
+    """The whole answer; twenty chunks a second."""
+    body = {"model": model, "stream": True, "fake": {"chunks": chunks, "delay": 0.05}}
     async with httpx.AsyncClient(
         base_url=fleet.supervisor.url, trust_env=False, verify=False, timeout=60
     ) as client:
         async with client.stream("POST", "/v1/completions", json=body) as response:
+            begun.set()
             return (await response.aread()).decode()
 
 
@@ -265,8 +270,9 @@ async def test_another_source_comes_by_a_rollout(tmp_path: Path) -> None:
 
 async def test_what_outlasts_the_limit_is_ended_with_an_error(tmp_path: Path) -> None:
     async with swapping(write(tmp_path, M + "}", "{name: gone, source: fake/ok}")) as fleet:
-        stream = asyncio.create_task(long_stream(fleet, "gone"))
-        await asyncio.sleep(0.5)
+        begun = asyncio.Event()
+        stream = asyncio.create_task(long_stream(fleet, "gone", 10_000, begun))
+        await begun.wait()
         observer = Observer({"gateway": fleet.state.board("gateway")})
         said: list[str] = []
         leaving = Leaving(fleet.supervisor._workers, observer, TIMING, limit=1.0)

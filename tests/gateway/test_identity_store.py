@@ -251,7 +251,7 @@ def test_a_writer_that_holds_the_file_is_not_waited_for_by_readers(store: KeySto
 
 
 def _write_much(path: Path, user: str, barrier: Barrier) -> None:
-    barrier.wait(60)
+    barrier.wait(120)
     for _ in range(6):
         with KeyStore(path, create=True, write=True) as store:
             record, _ = store.create(user)
@@ -265,7 +265,7 @@ def test_processes_that_make_and_change_the_same_store_lose_nothing(path: Path) 
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
         assert process.exitcode == 0
     with KeyStore(path) as store:
         users = [record.user for record in store.records()]
@@ -298,11 +298,11 @@ def _create_until_killed(path: Path) -> None:
 def test_a_killed_writer_leaves_every_key_that_it_told_of(store: KeyStore, path: Path, capfd) -> None:
     process = SPAWN.Process(target=_create_until_killed, args=(path,))
     process.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(store.changes(0)) < 20 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
-    process.join(10)
+    process.join(60)
     told = capfd.readouterr().out.split()
     known = {record.id for record in store.records()}
     assert len(told) >= 15

@@ -7,8 +7,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -21,6 +19,7 @@ from click.testing import CliRunner
 
 from gateway.cli import main as pagefleet
 from tests.conftest import ROOT
+from tests.gateway.forked import ForkedGateway
 from tests.gateway.redis_server import RedisServer, running, watched
 from tests.gateway.rig import CHAT, Rig, http_post, target, until
 
@@ -33,7 +32,7 @@ class Gateways:
 
     def __init__(self, rig: Rig, config: dict[str, Any]) -> None:
         self.rig = rig
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[ForkedGateway] = []
         self.clients: list[httpx.AsyncClient] = []
         self._file = rig.folder / "fleet.json"
         gateway = {"port": 0, **config}
@@ -43,12 +42,9 @@ class Gateways:
     async def start(self) -> httpx.AsyncClient:
         """One more; a client of its own."""
         log = self.rig.folder / f"gateway{len(self.children)}.log"
-        command = [sys.executable, "-m", "gateway", "--config", str(self._file)]
-        command += ["--state-dir", str(self.rig.folder)]
-        with log.open("wb") as file:
-            child = await asyncio.to_thread(subprocess.Popen, command, stderr=file)
-        self.children.append(child)
-        await until(lambda: b"serves on" in log.read_bytes())
+        options = ["--config", str(self._file), "--state-dir", str(self.rig.folder)]
+        self.children.append(ForkedGateway(options, log))
+        await until(lambda: log.exists() and b"serves on" in log.read_bytes())
         (port,) = re.findall(rb"serves on \('127.0.0.1', (\d+)\)", log.read_bytes())
         # It says its address just before it listens.
         limits = httpx.Limits(max_connections=400)
@@ -158,6 +154,7 @@ async def test_a_killed_gateways_slots_return_and_the_counts_are_sane(tmp_path: 
             await until(lambda: redis.zcard(key) == 20)
             assert (await ask(fleet.clients[0])).status_code == 429
             fleet.children[1].kill()
+            fleet.children[1].wait()
             held = dict(redis.zrange(key, 0, -1, withscores=True))
             assert len(held) == 20
             assert max(held.values()) / 1e6 <= time.time() + 31

@@ -191,6 +191,8 @@ import sys
 from pathlib import Path
 from gateway.usage.audit_file import AuditFile
 file = AuditFile(Path(sys.argv[1]), 20_000, 1000)
+file.append(b"%s first\\n" % sys.argv[2].encode())
+sys.stdin.readline()
 for number in range(400):
     file.append(b"".join(b"%s %d %d\\n" % (sys.argv[2].encode(), number, i) for i in range(5)))
 """
@@ -199,8 +201,12 @@ for number in range(400):
 def test_several_processes_write_and_rotate_one_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     argv = [sys.executable, "-c", WRITER, str(path)]
-    processes = [subprocess.Popen([*argv, name]) for name in "xyz"]
+    processes = [subprocess.Popen([*argv, name], stdin=subprocess.PIPE) for name in "xyz"]
+    until(lambda: path.exists() and path.read_bytes().count(b"first\n") == 3)
     moved = 0
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
     while any(process.poll() is None for process in processes):  # and logrotate, with `create` or without
         with contextlib.suppress(FileNotFoundError):
             if moved < 20:
@@ -210,7 +216,8 @@ def test_several_processes_write_and_rotate_one_file(tmp_path: Path) -> None:
     assert [process.wait() for process in processes] == [0, 0, 0]
     lines = b"".join(p.read_bytes() for p in tmp_path.iterdir()).splitlines()
     assert sorted(lines) == sorted(
-        b"%c %d %d" % (c, n, i) for c in b"xyz" for n in range(400) for i in range(5)
+        [b"%c first" % c for c in b"xyz"]
+        + [b"%c %d %d" % (c, n, i) for c in b"xyz" for n in range(400) for i in range(5)]
     )
     assert moved
     assert max(p.stat().st_size for p in tmp_path.iterdir()) <= 20_000

@@ -35,7 +35,7 @@ def ask(engine: Engine, name: str, tokens: int, deadline: float) -> None:
 
 
 def test_the_engine_ends_what_has_not_begun_in_time(engine: Engine) -> None:
-    ask(engine, "first", 400, deadline=0.01)  # it has begun by then
+    ask(engine, "first", 400, deadline=0.3)  # it has begun by then, and goes on for longer
     engine.step()
     ask(engine, "late", 2, deadline=0.05)
     ask(engine, "patient", 2, deadline=0.0)

@@ -134,7 +134,7 @@ def test_invalid_options_are_exit_2_all_at_once() -> None:
 def test_a_model_that_is_not_there_is_exit_2() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "worker", "--model", "/nowhere/model.gguf", "--port", "0"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     assert "/nowhere/model.gguf" in ended.stderr
@@ -149,7 +149,7 @@ def test_a_hub_that_cannot_be_reached_is_exit_1(tmp_path: Path) -> None:
         ended = subprocess.run(
             [sys.executable, "-m", "worker", "--model", "org/model", "--port", "0"],
             env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
     assert ended.returncode == 1
     assert endpoint in ended.stderr

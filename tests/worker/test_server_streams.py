@@ -104,7 +104,7 @@ async def test_leaving_while_the_body_is_on_its_way_starts_nothing() -> None:
         await writer.drain()
         await asyncio.sleep(0.05)
         writer.close()
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.get(f"{url}/health")).status_code == 200
     assert isinstance(state.engine, FakeEngine)
     assert state.engine.submitted == []
@@ -163,7 +163,7 @@ async def test_death_of_the_engine_is_told_on_every_route(
         assert set(last["error"]) == {"message", "type", "param", "code"}
         # And from now on: nothing is let in, and health says so.
         assert (await post_lines(url, path, fields)).status_code == 500
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.get(f"{url}/health")).status_code == 500
 
 

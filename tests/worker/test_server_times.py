@@ -67,7 +67,7 @@ async def test_the_times_are_those_that_a_client_sees() -> None:
 async def test_who_leaves_is_counted_as_far_as_he_got() -> None:
     engine = FakeEngine(script=say("a" * 400), paused=True)
     state = make_state(engine)
-    async with serving(state) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with serving(state) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
 
         async def ask_for(steps: int) -> None:
             body = completion(max_tokens=400, stream=True)

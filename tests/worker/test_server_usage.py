@@ -29,7 +29,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 async def ask(url: str, name: str) -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         return await client.get(f"{url}/internal/usage/{name}")
 
 
@@ -66,7 +66,7 @@ async def test_a_streams_usage_is_kept(path: str, fields: dict[str, Any]) -> Non
     path = path.replace("/generate", "/generate_stream")
     body = {"model": MODEL, **fields, "stream": True}
     whole_body = {**body, "stream": False}
-    async with serving(make_state()) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(make_state()) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         asked = await client.post(path, json=body, headers={USAGE: "g-1"})
         unasked = await client.post(path, json=body)
         whole = await client.post(path.replace("_stream", ""), json=whole_body)
@@ -150,7 +150,7 @@ class SlowToStop(FakeEngine):
 
 async def test_an_engine_that_dies_leaves_what_it_had_generated() -> None:
     engine = FakeEngine(lambda request: list(LONG), step_seconds=0.02)
-    async with serving(make_state(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(make_state(engine)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         body = {"model": MODEL, "prompt": "Hi", "max_tokens": 400}
         answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={USAGE: "g-1"}))
         await eventually(lambda: engine.generated > 4)
@@ -162,7 +162,7 @@ async def test_an_engine_that_dies_leaves_what_it_had_generated() -> None:
 
 async def test_an_operators_abort_counts_too() -> None:
     engine = FakeEngine(lambda request: list(LONG), step_seconds=0.02)
-    async with serving(make_state(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(make_state(engine)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         body = {"model": MODEL, "prompt": "Hi", "max_tokens": 400, "stream": True}
         answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={USAGE: "g-1"}))
         await eventually(lambda: engine.generated > 4)
@@ -172,7 +172,7 @@ async def test_an_operators_abort_counts_too() -> None:
 
 
 async def test_several_are_asked_about_at_once() -> None:
-    async with serving(make_state()) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(make_state()) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         for number in (1, 2):
             body = {"model": MODEL, "prompt": "Hi", "max_tokens": number}
             await client.post("/v1/completions", json=body, headers={USAGE: f"g-{number}"})
