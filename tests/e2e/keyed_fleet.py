@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -58,7 +59,8 @@ class Fleet:
 
     def run(self, *arguments: str, **environment: str) -> Result:
         """A command, in this process: the imports of another one take a second."""
-        return CliRunner().invoke(pagefleet, [*arguments, "--file", str(self.file)], env=environment)
+        with contextlib.chdir(self.directory):
+            return CliRunner().invoke(pagefleet, [*arguments, "--file", str(self.file)], env=environment)
 
     def tell(self, *arguments: str) -> str:
         """What a command says that only touches the fleet's files."""

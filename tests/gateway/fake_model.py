@@ -5,10 +5,10 @@
 A request for `{"model": "m", "fake": {"chunks": 20, "delay": 0.05}}` is answered slowly, as a stream if it
 says so. Behaviours, joined by "__": `wrong` answers golden prompts wrong, `moody` never twice the same, `nan`
 with numbers that aren't, `silent` with nothing, `errs` gives users 500, `weary-N` gives probes 500 after the
-Nth, `slow` takes 600 ms more to the first token (on a busy machine less is nothing), `mortal-N` dies N s
-after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds to load, `crash` doesn't start,
-`impostor` is somebody else once it is ready, `nameless` takes no names, `cold` flaps (ready and well only
-every second time that it is asked) and gives users 500 until it has answered a golden prompt.
+Nth, `slow` takes users and probes 4 s to the first token (on a busy machine less is nothing), `mortal-N` dies
+N s after it is ready, `stuck` doesn't end when told to, `late-N` takes N seconds to load, `crash` doesn't
+start, `impostor` is somebody else once it is ready, `nameless` takes no names, `cold` flaps (ready and well
+only every second time that it is asked) and gives users 500 until it has answered a golden prompt.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ async def answer(model: Model, path: str, body: dict[str, Any], writer: asyncio.
             writer, 500, {"error": {"message": "it errs", "type": "t", "param": None, "code": "engine_error"}}
         )
         return
-    first = 0.005 + 0.6 * ("slow" in model.behaviour)
+    first = 4.0 if "slow" in model.behaviour and (fake or is_probe) else 0.005
     await asyncio.sleep(first)
     model.ttft[bucket_of(first)] += 1
     if is_probe:

@@ -59,7 +59,7 @@ def fleet_file(folder: Path, model: str = "", more: str = "", gateway: str = "")
         f"supervisor: {{state_dir: {folder / 'state'}}}\n"
         "models:\n"
         f"  - {{name: m, aliases: [nick], source: fake/ok, "
-        "judge: {min_requests: 5, max_ttft_ratio: 4, max_tpot_ratio: 4}"
+        "judge: {min_requests: 5, max_ttft_ratio: 10, max_tpot_ratio: 10}"
         f"{model and ', ' + model}}}\n"
         f"{more}"
     )

@@ -30,7 +30,9 @@ from gateway.fleet.versions import entry_of, file_version
 from gateway.settings import ModelEntry
 from tests.gateway.swapping import TIMING, Swapping, swapping, users
 
-M = "{name: m, aliases: [nick], source: fake/ok, judge: {min_requests: 5}"
+# A busy machine makes times that a judge with the usual limits would doubt.
+JUDGE = "{min_requests: 5, max_ttft_ratio: 20, max_tpot_ratio: 20}"
+M = f"{{name: m, aliases: [nick], source: fake/ok, judge: {JUDGE}"
 
 
 @pytest.fixture(autouse=True)
@@ -353,14 +355,13 @@ async def test_what_stops_the_first_step_stops_the_others(tmp_path: Path) -> Non
 async def test_a_first_step_that_fails_leaves_all_models_as_they_were(tmp_path: Path, cause: str) -> None:
     has_room = cause != "no room for the file"
     other = f"{{name: other, source: fake/{'nameless' if has_room else 'ok'}, aliases: [of-it]}}"
-    patient = M.replace("5}", "5, max_ttft_ratio: 20, max_tpot_ratio: 20}")  # with a busy machine
-    path = write(tmp_path, patient + "}", other)
+    path = write(tmp_path, M + "}", other)
     async with swapping(path) as fleet:
         snapshot, routes = fleet.state.config.read_bytes(), fleet.routes
         in_the_way = fleet.state.config.with_name("fleet.json.tmp")
         if not has_room:
             in_the_way.mkdir()
-        changed = patient.replace("nick", "also").replace("min_requests: 5", "min_requests: 7")
+        changed = M.replace("nick", "also").replace("min_requests: 5", "min_requests: 7")
         golden = "golden: [{prompt: 'What is 2+2?', expect: never}]"
         write(tmp_path, f"{changed}, {golden}}}", other.replace("of-it", "its"))
         result = await apply(path)

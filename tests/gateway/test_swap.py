@@ -155,7 +155,8 @@ async def test_a_paused_one_stays_until_it_is_resumed_and_promote_needs_no_verdi
         fleet.rollouts.command("m", e.Pause())
         assert fleet.rollouts.command("m", e.Promote()).standby_bp == 6_000  # a person's word
         await fleet.until_phase("judging")
-        await asyncio.sleep(1.5)
+        await fleet.until(lambda: "60%" in fleet.rollouts.status("m").verdicts)
+        await asyncio.sleep(0.5)
         paused = fleet.rollouts.status("m")
         assert (paused.phase, paused.step, paused.paused) == ("judging", 1, True)
         assert paused.verdicts["60%"].outcome == "hold"  # nobody has asked anything, and no probes

@@ -64,7 +64,8 @@ def facts(pid: int) -> dict[str, str]:
 def writable(pid: int) -> set[str]:
     """Where it may write on a disk."""
     mounts = [line.split() for line in Path(f"/proc/{pid}/mounts").read_text().splitlines()]
-    virtual = ("tmpfs", "devtmpfs", "devpts", "proc", "sysfs", "mqueue", "hugetlbfs", "cgroup", "cgroup2")
+    virtual = {"tmpfs", "devtmpfs", "devpts", "proc", "sysfs", "mqueue", "hugetlbfs", "cgroup", "cgroup2"}
+    virtual |= {"tracefs", "debugfs", "securityfs", "configfs", "pstore", "bpf"}  # mounted when first used
     return {where for _, where, kind, how, *_ in mounts if kind not in virtual and "rw" in how.split(",")}
 
 
