@@ -13,6 +13,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 
+NICENESS = 10  # of the threads that compile, and of the compilers they start
+
+
 class _Compilers(ThreadPoolExecutor):
     """Threads that also do what is due when a kernel is first launched: compile its launcher, load both."""
 
@@ -26,6 +29,12 @@ class _Compilers(ThreadPoolExecutor):
         return kernel
 
 
+def _begin_thread(device: int) -> None:
+    """Who serves on this machine meanwhile goes first: these threads keep every core busy."""
+    os.nice(NICENESS)  # Linux: of the thread that calls it
+    torch.cuda.set_device(device)
+
+
 @contextmanager
 def compiling_ahead(device: int) -> Iterator[None]:
     """In this block, launching a kernel has another thread compile it for this CUDA device, and nothing is
@@ -36,7 +45,7 @@ def compiling_ahead(device: int) -> Iterator[None]:
         return run(self, *args, warmup=True, **options)
 
     cores = len(os.sched_getaffinity(0))
-    threads = _Compilers(cores, "compile", initializer=torch.cuda.set_device, initargs=(device,))
+    threads = _Compilers(cores, "compile", initializer=_begin_thread, initargs=(device,))
     JITFunction.run = compile_only
     try:
         with threads, triton.AsyncCompileMode(threads, ignore_errors=True):

@@ -68,6 +68,12 @@ class Observer:
             errors=_sum(readings, TARGET_ERRORS, model, targets),
         )
 
+    def traffic(self) -> tuple[int, int]:
+        """Of all models: requests that have ended on workers, and those that are in flight there."""
+        readings = [reading for _, reading in self._readings()]
+        ended = sum(_total(reading, TARGET_REQUESTS) for reading in readings)
+        return ended, sum(_total(reading, INFLIGHT) for reading in readings if reading.alive)
+
     def _living(self) -> list[Reading]:
         return [reading for _, reading in self._readings() if reading.alive]
 
@@ -81,6 +87,11 @@ class Observer:
 def _sum(readings: Collection[Reading], name: str, model: str, targets: Collection[str]) -> int:
     keys = [(name, model, target) for target in targets]
     return round(sum(_number(reading, key, 0.0) for reading in readings for key in keys))
+
+
+def _total(reading: Reading, name: str) -> int:
+    values = [value for key, (value, *_) in reading.numbers.items() if key[0] == name]
+    return round(sum(value for value in values if not math.isnan(value)))
 
 
 def _number(reading: Reading, key: Key, missing: float) -> float:

@@ -108,6 +108,7 @@ def test_requests_of_the_living_and_counts_of_all(shown: Shown) -> None:
     assert shown.observer.inflight("m", {"a.1", "b.1", "gone.1", "never.1"}) == 8
     assert shown.observer.inflight("other", ["a.1"]) == 0
     assert shown.observer.window("m", ["a.1"]) == Window(requests=60, errors=2)
+    assert shown.observer.traffic() == (60 + 3 + 3 * 500, 3 + 1 + 4)
     assert shown.observer.window("m", ["a.1", "b.1"]) == Window(requests=63, errors=2)
     for number in range(3000):  # the board outgrows what was mapped
         shown.boards["gateway0"].numbers((TARGET_REQUESTS, "m", f"c.{number}"))[0] = 1

@@ -183,6 +183,9 @@ class _Users:
     def inflight(self, model: str, targets: Collection[str]) -> int:
         return sum(self.on.get(target, 0) for target in targets)
 
+    def traffic(self) -> tuple[int, int]:
+        return 0, sum(self.on.values())
+
 
 async def test_a_round_has_no_more_probes_than_a_worker_computes_at_a_time() -> None:
     new, old = _Worker("new"), _Worker("old")
@@ -191,6 +194,23 @@ async def test_a_round_has_no_more_probes_than_a_worker_computes_at_a_time() -> 
     for _ in range(2):
         await prober.once([new], [old])  # type: ignore[list-item]
     assert (new.probes, old.probes) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("turn", "took", "has_users", "seconds"),
+    [
+        (0, 0.05, False, probing.PAUSE),  # nobody is there who could feel them
+        (0, 0.05, True, 0.45),  # a tenth of the time
+        (0, 0.001, True, probing.PAUSE),
+        (0, 5.0, True, probing.LONG_PAUSE),  # the judge waits for them
+        (probing.MANY, 0.05, False, probing.LONG_PAUSE),
+        (probing.MANY, 0.05, True, probing.LONG_PAUSE),
+    ],
+)
+def test_probes_come_further_apart_while_users_are_served(
+    turn: int, took: float, has_users: bool, seconds: float
+) -> None:
+    assert probing.pause(turn, took, has_users=has_users) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("new", "old", "even"), [(0, 0, 1), (1, 0, 0), (1, 1, 1), (0, 5, 1), (2, 1, 0)])

@@ -28,6 +28,7 @@ class Counts(Protocol):
 
     def window(self, model: str, targets: Collection[str]) -> Window: ...
     def inflight(self, model: str, targets: Collection[str]) -> int: ...
+    def traffic(self) -> tuple[int, int]: ...
 
 
 class Probes(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +127,10 @@ class Meter:
         targets = [peer.target for peer in peers]
         counts = self._counts
         return counts.window(self._model, targets).requests, counts.inflight(self._model, targets)
+
+    def traffic(self) -> tuple[int, int]:
+        """The same of all models together."""
+        return self._counts.traffic()
 
     def count(self, peer: Peer, probe: Window, *, even: bool) -> None:
         """A probe's outcome."""

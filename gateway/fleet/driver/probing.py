@@ -1,6 +1,7 @@
 """Requests of the driver's own, for as long as a new version has too few users to be judged by.
 
-They come in small rounds, which cost a worker little more than one request does. Those of a round share the
+They come in small rounds, which cost a worker little more than one request does, and further apart while
+users are served. Those of a round share the
 worker's steps, so their times depend on each other: a round may be worth no more than one request, and the
 judge counts it as that.
 """
@@ -11,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 
 from contracts.times import bucket_of
@@ -23,7 +25,9 @@ LENGTHS = (8, 16, 32)  # tokens of a prompt
 TOKENS = 3  # of an answer
 AT_ONCE = 4  # on each worker; fewer where one of them computes fewer at a time
 PAUSE = 0.1  # seconds between one round and the next: rounds of fast workers must not take all of a core
-MANY = 250  # rounds, after which they come once a second
+LONG_PAUSE = 1.0  # seconds
+MANY = 250  # rounds, after which the pauses are long
+SHARE = 0.1  # of the time, for rounds beside requests of users: those of all models, who may share a card
 
 Living = Callable[[], Sequence[Peer]]
 
@@ -42,10 +46,15 @@ class Prober:
 
     async def run(self, new: Sequence[Peer], old: Living, wanted: Callable[[], bool]) -> None:
         """As long as they are wanted; looks again a while later when they aren't. `old`: who is there now."""
+        before = self._meter.traffic()
         while True:
             if wanted():
+                began = time.monotonic()
                 turn = await self.once(new, old())
-                await asyncio.sleep(PAUSE if turn < MANY else 1.0)
+                after = self._meter.traffic()
+                took = time.monotonic() - began
+                await asyncio.sleep(pause(turn, took, has_users=_beside(before, after) > 0))
+                before = after
             else:
                 await asyncio.sleep(0.5)
 
@@ -66,6 +75,12 @@ class Prober:
         for (peer, _), probe in zip(asked, probes, strict=True):
             self._meter.count(peer, probe, even=even)
         return turn
+
+
+def pause(turn: int, took: float, *, has_users: bool) -> float:
+    """Seconds until the next round, after one that took so many. Users feel what a round computes."""
+    least = PAUSE if turn < MANY else LONG_PAUSE
+    return max(least, min(LONG_PAUSE, took * (1 / SHARE - 1))) if has_users else least
 
 
 def _beside(before: tuple[int, int], after: tuple[int, int]) -> int:
