@@ -1,14 +1,23 @@
-"""What a swap on a shared card costs users, with and without NVIDIA's Multi-Process Service (MPS).
+"""What a swap on a shared card costs users, and which part of it costs what; with and without NVIDIA's
+Multi-Process Service (MPS).
 
     python -m bench.swap_gpu --out bench/results/swap_gpu_mps_h200.json
-    python -m bench.swap_gpu --cpu --rounds 1        # a trial without a card: tiny models, no MPS
+    python -m bench.swap_gpu --ways with_mps --limit 175     # one way, in three minutes
+    python -m bench.swap_gpu --cpu --rounds 1 --ways without_mps        # a trial without a card: tiny models
 
 Two models share the card, which is busy half of the time: what is full has no room for a third worker. Users
 stream from both at a steady pace, and one of the models is swapped for itself: its new version loads beside
-the two, then takes over. A round is as long a time without a swap as the last swap took, and then a swap.
-Told for each way, for users of the swapped model and of the other one: first tokens without a swap, while the
-new version loads and is proven, and while both versions serve; failures; and how long each phase took. A way
-that can't be had (no MPS here) is named with the reason. On a card both ways take five minutes together; what
+the two, then takes over. A round is a time without a swap, and then a swap, of these kinds in turn:
+
+- `without_probes`: the judge sends none, and this script promotes from step to step. On the first step the
+  new version has next to no users: what it costs to be there. On the second, each has half of them: what it
+  costs that two engines do the work of one.
+- `with_probes`: the same, with the judge's probes all the time: what is more than before, is theirs.
+- `as_it_is`: what an operator starts; the aim is about that.
+
+Told for each way, for users of the swapped model and of the other one: first tokens without a swap, in each
+phase of the load, while the new version is proven, on each step of each kind, and while the old one leaves;
+failures; and how long each phase took. A way that can't be had (no MPS here) is named with the reason. What
 isn't measured by `--limit` seconds is left out.
 """
 
@@ -20,6 +29,7 @@ import contextlib
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,8 +44,9 @@ import yaml
 from bench import machine
 from bench.swap_under_load import Seen, Traffic, percentile, phases, users_of
 from gateway.cli.common import ask_supervisor
-from gateway.cli.swap_client import Swaps
+from gateway.cli.swap_client import SwapRefused, Swaps
 from gateway.fleet.driver.asked import StartRequest
+from gateway.fleet.driver.routes import RolloutStatus
 from gateway.fleet.rollout import Options, Rollout
 from gateway.fleet.statedir import StateDir
 
@@ -47,6 +58,10 @@ WAYS = ("without_mps", "with_mps")
 READY_WITHIN = 150.0  # seconds; two starts on one card come one after the other
 LEAST_QUIET = 10.0
 PROMPT = 64  # tokens
+WITHOUT_PROBES, WITH_PROBES, AS_IT_IS = KINDS = ("without_probes", "with_probes", "as_it_is")
+APART = "0.01%,50%,100%"  # next to nobody, half, all
+HELD = 600.0  # seconds: nothing goes on by itself
+LOOK = 0.2  # seconds between two looks at a rollout
 
 Span = tuple[float, float]  # time.monotonic's
 
@@ -57,12 +72,15 @@ class CannotBeHad(Exception):
 
 @dataclass
 class Round:
-    """`quiet`: without a swap; `loading`: until the new version is proven; `sharing`: from then on."""
+    """`quiet`: without a swap; `parts`: what of the swap went on when, in order."""
 
+    kind: str
     quiet: Span
-    loading: Span
-    sharing: Span
+    parts: list[tuple[str, Span]]
     rollout: Rollout
+
+    def spans(self, *beginnings: str) -> list[Span]:
+        return [span for name, span in self.parts if name.startswith(beginnings)]
 
 
 @contextlib.contextmanager
@@ -130,17 +148,62 @@ def _until_ready(state: StateDir, process: subprocess.Popen[bytes], log: Path) -
         time.sleep(0.2)
 
 
-def swap(state: StateDir, args: argparse.Namespace) -> tuple[Span, Span, Rollout]:
-    """One, to its end: while the new version loads, the rest, and how it went."""
-    steps = tuple(float(step.rstrip("%")) for step in args.steps.split(","))
-    swaps, began = Swaps(state), time.monotonic()
-    found = swaps.start(SWAPPED, StartRequest(set={}, options=Options(steps=steps, hold=args.hold)))
+def swap(state: StateDir, args: argparse.Namespace, kind: str) -> tuple[list[tuple[str, Span]], Rollout]:
+    """One of that kind, to its end: what went on when, and how it went."""
+    as_it_is = kind == AS_IT_IS
+    steps = args.steps if as_it_is else APART
+    options = Options(
+        steps=tuple(float(step.rstrip("%")) for step in steps.split(",")),
+        hold=args.hold if as_it_is else HELD,
+        probes=kind != WITHOUT_PROBES,
+    )
+    swaps, parts = Swaps(state), _Parts(kind)
+    found = swaps.start(SWAPPED, StartRequest(options=options))
     while found.exit_code is None:
-        found = swaps.next(SWAPPED, found.rollout.revision, 10)
-    ended, rollout = time.monotonic(), found.rollout
-    offset = time.time() - time.monotonic()  # the log has Unix times
-    shared = next((entry.at - offset for entry in rollout.log if entry.phase == "shifting"), ended)
-    return (began, shared), (shared, ended), rollout
+        parts.see(found)
+        if not as_it_is and found.rollout.phase == "judging" and parts.lasts >= args.hold:
+            with contextlib.suppress(SwapRefused):  # it has gone on by itself
+                found = swaps.command(SWAPPED, "promote")
+        found = swaps.next(SWAPPED, found.rollout.revision, LOOK)
+    parts.end()
+    return parts.seen, found.rollout
+
+
+class _Parts:
+    """Of one swap, as its rollout tells it look by look."""
+
+    def __init__(self, kind: str) -> None:
+        self.seen: list[tuple[str, Span]] = []
+        self._kind = kind
+        self._name = ""
+        self._since = time.monotonic()
+
+    @property
+    def lasts(self) -> float:
+        """Seconds since the present one began."""
+        return time.monotonic() - self._since
+
+    def see(self, found: RolloutStatus) -> None:
+        name = self._name_of(found)
+        if name != self._name:
+            self.end()
+            self._name, self._since = name, time.monotonic()
+
+    def end(self) -> None:
+        if self._name:
+            self.seen.append((self._name, (self._since, time.monotonic())))
+
+    def _name_of(self, found: RolloutStatus) -> str:
+        rollout = found.rollout
+        match rollout.phase:
+            case "starting":
+                phases_now = [unit.phase or unit.state for unit in found.starting]
+                return f"loading: {phases_now[0] if phases_now else 'starting'}"
+            case "checking" | "warming" | "proving" | "proven":
+                return "proof"
+            case "shifting" | "judging":
+                return f"serving: {rollout.step_name}, {self._kind}"
+        return "leaving"
 
 
 async def measure(state: StateDir, args: argparse.Namespace, until: float) -> dict[str, Any]:
@@ -156,45 +219,63 @@ async def measure(state: StateDir, args: argparse.Namespace, until: float) -> di
         users_of(status.url, Traffic(SWAPPED, **pace)) as swapped,
         users_of(status.url, Traffic(OTHER, **pace)) as other,
     ):
-        *_, first = await asyncio.to_thread(swap, state, args)  # for warming up
+        *_, first = await asyncio.to_thread(swap, state, args, AS_IT_IS)  # for warming up
         took = (first.ended or 0) - first.started
-        while len(rounds) < args.rounds and (not rounds or time.monotonic() + 2 * took < until):
+        for kind in KINDS * args.rounds:
+            if rounds and time.monotonic() + LEAST_QUIET + took > until:
+                break
             began = time.monotonic()
-            await asyncio.sleep(max(LEAST_QUIET, took))
+            await asyncio.sleep(LEAST_QUIET)
             quiet = (began, time.monotonic())
-            loading, sharing, rollout = await asyncio.to_thread(swap, state, args)
-            rounds.append(Round(quiet, loading, sharing, rollout))
-            took = sharing[1] - loading[0]
-            print(f"round {len(rounds)}: {rollout.phase} after {took:.1f} s", file=sys.stderr, flush=True)
+            parts, rollout = await asyncio.to_thread(swap, state, args, kind)
+            rounds.append(Round(kind, quiet, parts, rollout))
+            took = time.monotonic() - quiet[1]
+            said = f"round {len(rounds)}, {kind}: {rollout.phase} after {took:.1f} s"
+            print(said, file=sys.stderr, flush=True)
     return {
-        "swaps": [{"outcome": one.rollout.phase, "seconds": phases(one.rollout)} for one in rounds],
+        "swaps": [
+            {"kind": one.kind, "outcome": one.rollout.phase, "seconds": phases(one.rollout)} for one in rounds
+        ],
         "users_of_the_other_model": compared(other, rounds),
         "users_of_the_swapped_model": compared(swapped, rounds),
     }
 
 
 def compared(seen: Seen, rounds: Sequence[Round]) -> dict[str, Any]:
-    """First tokens in seconds, and the 99th percentile during swaps by that without."""
+    """First tokens in seconds by part, and the 99th percentile during swaps as they are by that without."""
 
     def within(spans: Sequence[Span]) -> list[float]:
         return [took for at, took in seen.firsts if any(start <= at < end for start, end in spans)]
 
     quiet = within([one.quiet for one in rounds])
+    usual = [one for one in rounds if one.kind == AS_IT_IS]
     parts = {
         "without_a_swap": quiet,
-        "while_it_loads": within([one.loading for one in rounds]),
-        "while_both_serve": within([one.sharing for one in rounds]),
+        "while_it_loads": within([span for one in usual for span in one.spans("loading", "proof")]),
+        "while_both_serve": within([span for one in usual for span in one.spans("serving", "leaving")]),
     }
+    names = dict.fromkeys(name for one in rounds for name, _ in one.parts)
+    apart = {name: within([span for one in rounds for span in one.spans(name)]) for name in names}
     during = [*parts["while_it_loads"], *parts["while_both_serve"]]
     ratio = (percentile(during, 0.99) or 0) / (percentile(quiet, 0.99) or 1)
     return {
         **seen.shown(),
-        "first_token_s": {
-            name: {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "streams": len(times)}
-            for name, times in parts.items()
-        },
+        "first_token_s": {name: _summed_up(times, quiet) for name, times in parts.items()},
+        "taken_apart_s": {name: _summed_up(times, quiet) for name, times in apart.items()},
         "p99_ratio": round(ratio, 3),
         "met": 0 < ratio <= AIM,
+    }
+
+
+def _summed_up(times: list[float], quiet: list[float]) -> dict[str, Any]:
+    """`more`: of the mean, than without a swap; it tells costs apart where streams are too few for a p99."""
+    known = times and quiet
+    more = statistics.mean(times) - statistics.mean(quiet) if known else None
+    return {
+        "p50": percentile(times, 0.5),
+        "p99": percentile(times, 0.99),
+        "more": round(more, 4) if more is not None else None,
+        "streams": len(times),
     }
 
 
@@ -226,7 +307,7 @@ def main() -> None:
     parser.add_argument("--config", default=str(ROOT / "bench/models/qwen2-7b.json"))
     parser.add_argument("--gpu-memory", default="36GiB", help="Of each worker; three share the card.")
     parser.add_argument("--cpu", action="store_true", help="Tiny models, without a card.")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="Of each kind, as far as the time goes.")
     parser.add_argument("--users", type=int, default=24, help="Of each model.")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--think", type=float, default=2.0, help="Mean seconds between a user's requests.")

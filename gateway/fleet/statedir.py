@@ -52,6 +52,8 @@ class StateDir:
     @property
     def sockets(self) -> Path:
         """`run`, or a private directory with a short path, when `run` is too long for a Unix socket."""
+        if not self._sockets_elsewhere.is_file():  # who opens a pipe waits
+            return self.run
         try:
             named = Path(self._sockets_elsewhere.read_text())
         except (OSError, ValueError):
@@ -221,8 +223,10 @@ class StateDir:
             if elsewhere.parent == MEMORY and _is_our_own(elsewhere):
                 shutil.rmtree(elsewhere, ignore_errors=True)
             self.boards.unlink(missing_ok=True)
-        else:
+        elif self.boards.is_dir():
             shutil.rmtree(self.boards, ignore_errors=True)
+        else:
+            self.boards.unlink(missing_ok=True)
 
     def remove_sockets(self, keep: Collection[str] = ()) -> None:
         """Takes away every socket, also those of a predecessor that crashed; not those that are named, nor

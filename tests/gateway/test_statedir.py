@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gateway.board import Board, Peer
-from gateway.fleet.errors import Conflict
+from gateway.cli import main as pagefleet
+from gateway.fleet.errors import Conflict, InvalidFleet
+from gateway.fleet.reaper import reap
 from gateway.fleet.statedir import LINK, LOCK, StateDir
+from tests.gateway.swapping import fleet_file
 
 
 def test_a_lock_that_was_removed_is_taken_again_also_on_a_full_disk(tmp_path: Path) -> None:
@@ -73,6 +78,17 @@ def test_boards_where_no_memory_can_be_had(tmp_path: Path, monkeypatch: pytest.M
         state.release()
 
 
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo])
+def test_what_is_in_the_place_of_the_boards_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    state = StateDir(tmp_path / "state")
+    state.acquire()
+    make(state.boards)
+    state.place_boards(["gateway"])
+    assert state.board("gateway").exists()
+    state.remove_boards()
+    state.release()
+
+
 def test_a_link_to_what_is_not_a_fleets_takes_nothing_away(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.acquire()
@@ -96,4 +112,48 @@ def test_a_place_of_sockets_that_is_none_is_not_one(tmp_path: Path, said: bytes)
     state.remove_sockets()
     state.place_sockets(["m-0"])
     assert state.admin_socket == state.run / "admin.sock"
+    state.release()
+
+
+FILES = (
+    "lock", "routes.json", "versions.json", "keys.db", "rollouts/m.json", "rollouts/m.history.jsonl",
+    "run/processes.json", "run/fleet.json", "run/sockets", "run/m-0.launch.json", "logs/gateway.log",
+    "routes.json.tmp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe", "device", "loop"])
+def test_what_is_in_the_place_of_a_file_is_named_at_once(tmp_path: Path, what: str) -> None:
+    fleet, root = fleet_file(tmp_path), tmp_path / "state"
+    StateDir(root).make()
+    for name in FILES:
+        path = root / name
+        match what:
+            case "directory":
+                path.mkdir()
+            case "pipe":
+                os.mkfifo(path)  # whoever opens it waits for the other end
+            case "device":
+                path.symlink_to("/dev/null")
+            case "loop":
+                path.symlink_to(path)
+        shown = CliRunner().invoke(pagefleet, ["up", str(fleet)])
+        assert (shown.exit_code, "can't be used: " in shown.stderr) == (2, True), shown.output
+        assert str(path) in shown.stderr
+        path.rmdir() if what == "directory" else path.unlink()
+
+
+def test_the_lock_is_free_again_after_that(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.make()
+    state.records.mkdir()
+    assert reap(state.records) == 0  # as `down` does
+    state.acquire()
+    with pytest.raises(InvalidFleet, match="is a directory; move it away"):
+        state.check()
+    state.release()
+    state.records.rmdir()
+    (state.root / "lost+found").mkdir()  # others' own
+    state.acquire()
+    state.check()
     state.release()

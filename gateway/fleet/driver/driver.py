@@ -129,7 +129,8 @@ class Driver:
                 self._perform(todo)
             self._complaint = ""
         except OSError as error:
-            complaint = f"rollout {self.rollout.id} waits: its state can't be written ({error.strerror})"
+            what = error.filename or "its state"
+            complaint = f"rollout {self.rollout.id} waits: {what} can't be written ({error.strerror})"
             if complaint != self._complaint:
                 log.error("%s", complaint)
             self._complaint = complaint
