@@ -12,7 +12,6 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-
 NICENESS = 10  # of the threads that compile, and of the compilers they start
 
 
