@@ -30,6 +30,7 @@ LAST_LOOK_SECONDS = 0.05
 PIPELINE_LIMIT = 8
 BODY_SECONDS = 60.0  # in which a body may come as slowly as its client likes
 SLOWEST_BODY = 1024  # bytes a second, after that and on average
+MOST_UNREAD = 8 * 1024**2  # bytes of a body that may come after the answer
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
 
@@ -273,6 +274,9 @@ class ClientProtocol(asyncio.Protocol):
         now = self.loop.time()
         self._body_since = self._body_since or now
         self._body_size += size
+        if self._body_size > MOST_UNREAD and self._latest is not None and self._latest.complete:
+            self._transport.close()  # nobody reads them
+            return
         most = self._body_since + BODY_SECONDS + self._body_size / SLOWEST_BODY
         self._deadline.set(min(now + self._silence, most))
 

@@ -219,5 +219,12 @@ def gateway_exhausted() -> ApiError:
     )
 
 
+def no_room() -> ApiError:
+    return unavailable(
+        "The gateway holds as much of large requests as it can; try again soon, or with a smaller one.",
+        "gateway_exhausted",
+    )
+
+
 def gateway_bug() -> ApiError:
     return internal_error("The gateway failed on this request; its log says why.")

@@ -247,5 +247,7 @@ class Exchange:
                     self._wire.write(data)
         if not more:
             self.complete = True
+            if self.buffered:
+                self._taken_pieces()  # nobody reads them any more
             self._wake()
             self._wire.answered(self)

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,11 +17,13 @@ from contracts.errors import bad_request
 from contracts.headers import PATIENCE
 from contracts.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
 from gateway.asgi import Receive, Scope
-from gateway.errors import body_too_large, length_required, model_missing, unsupported_encoding
+from gateway.errors import body_too_large, length_required, model_missing, no_room, unsupported_encoding
 from gateway.limits.estimate import sequences
 
 EMBEDDINGS = "/v1/embeddings"
 MAX_SEQUENCES = 16  # more would keep all others waiting until the last of them has ended
+MAX_PARAMETERS = 100  # of a query
+MOST_HELD = 1024**3  # bytes
 FORWARDED = {b"content-type": 1, b"accept": 2}  # bits
 _PATIENCE = PATIENCE.encode()
 _TRACE_HEADERS = (TRACEPARENT.encode(), TRACESTATE.encode())
@@ -159,21 +162,42 @@ def check_framing(head: Head, max_body: int) -> None:
         raise body_too_large(max_body)
 
 
-async def read_body(receive: Receive, max_body: int) -> bytes:
-    """The whole body, untouched. ApiError when it is too long, ClientGone when the client leaves."""
-    pieces: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > max_body:
-            raise body_too_large(max_body)
-        pieces.append(piece)
-        if not message.get("more_body"):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+class Room:
+    """The memory for bodies that come in pieces, of all requests together; `held`: bytes of it in use;
+    `on_full` is called for each request that gets none.
+
+    Limits on requests hold for whole ones only: whoever may send one could begin a thousand of them.
+    """
+
+    def __init__(self, on_full: Callable[[], None]) -> None:
+        self.held = 0
+        self._on_full = on_full
+
+    async def read_body(self, receive: Receive, max_body: int) -> bytes:
+        """The whole body, untouched, to be freed with `free`. ApiError when it is too long or there is no
+        room, ClientGone when the client leaves."""
+        body = bytearray()  # many small pieces would take many times their size
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                piece = message.get("body", b"")
+                body += piece
+                self.held += len(piece)
+                if len(body) > max_body:
+                    raise body_too_large(max_body)
+                if self.held > max(MOST_HELD, max_body):
+                    self._on_full()
+                    raise no_room()
+                if not message.get("more_body"):
+                    return bytes(body)
+        except BaseException:
+            self.free(body)
+            raise
+
+    def free(self, body: bytes | bytearray) -> None:
+        self.held -= len(body)
 
 
 def parse_body(body: bytes, scope: Scope) -> Inbound:
@@ -225,7 +249,13 @@ def _model_name(wanted: _Wanted, scope: Scope) -> str:
             return value
         raise bad_request(f"'{param}' must be a string.", param, "invalid_type")
     query: bytes = scope["query_string"]
-    names = parse_qs(query.decode("latin-1")).get("model") if query else None
+    try:
+        names = parse_qs(query.decode("latin-1"), max_num_fields=MAX_PARAMETERS).get("model")
+    except ValueError:
+        raise bad_request(
+            f"The address has over {MAX_PARAMETERS} parameters; name the model in the body.",
+            code="invalid_http",
+        ) from None
     if not names:
         raise model_missing()
     return names[0]

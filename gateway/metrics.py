@@ -89,7 +89,7 @@ class Metrics:
         )
         self._exhausted = self.counter(
             "pagefleet_gateway_exhausted_total",
-            "Requests refused as the gateway had no descriptor, port or memory to connect to a worker.",
+            "Requests refused as the gateway had no descriptor, port or memory for them.",
         )
         self._exhausted.inc(by=0)
         router.on_waited = lambda model, seconds: self._queue_seconds.observe((model,), seconds)

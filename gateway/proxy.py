@@ -18,7 +18,7 @@ from gateway.call import Call, Means
 from gateway.identity.authenticator import Authenticator
 from gateway.identity.errors import KeysStale
 from gateway.identity.proxies import peer_of
-from gateway.inbound import ClientGone, check_framing, parse_body, read_body, read_head
+from gateway.inbound import ClientGone, Room, check_framing, parse_body, read_head
 from gateway.tracing import Tracer
 
 LINGER_BYTES = 8 * 1024**2
@@ -32,6 +32,7 @@ class Proxy:
         self.means = means
         self._auth = auth
         self._tracer = tracer
+        self._room = Room(means.metrics.exhausted)
 
     async def forward(self, path: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; `path` is the route's own, never the client's spelling."""
@@ -42,7 +43,7 @@ class Proxy:
         if head.trace is not None:
             head.forwarded += head.trace.lines()
         auth, who = self._auth, None
-        body_read = False
+        body_read, held = False, b""
         try:
             if not auth.needs_body_user:
                 try:
@@ -54,7 +55,7 @@ class Proxy:
             check_framing(head, max_body)
             body = call.exchange.whole_body(max_body)
             if body is None:
-                body = await read_body(receive, max_body)
+                body = held = await self._room.read_body(receive, max_body)
             body_read = True
             inbound = parse_body(body, scope)
             if who is None:
@@ -73,6 +74,7 @@ class Proxy:
                 await call.refuse(errors.shutting_down())
             raise
         finally:
+            self._room.free(held)
             call.record()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Protocol
 from urllib.parse import unquote
@@ -15,6 +16,7 @@ MAX_HEAD = 64 * 1024  # bytes of request line and headers, and of framing betwee
 LONG_URL = 256  # bytes; not worth remembering
 
 _OWN = frozenset((b"expect", b"host", b"transfer-encoding", b"upgrade"))
+_SLASH = re.compile("%2[fF]")
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 Address = tuple[str, int | None] | None
@@ -32,13 +34,16 @@ class Requests(Protocol):
 
 @lru_cache(maxsize=256)
 def _split(url: bytes) -> tuple[str, bytes]:
-    """Path and query. ValueError or an error of the parser for what has none."""
+    """Path and query. ValueError or an error of the parser for what has none.
+
+    A slash that is written as %2F stays so: to proxies that let some paths pass it is no slash.
+    """
     path, _, query = url.partition(b"?")
     if path[:1] != b"/" or b"#" in url:
         parsed = httptools.parse_url(url)
         path, query = parsed.path, parsed.query or b""
     text = path.decode("ascii")
-    return unquote(text) if "%" in text else text, query
+    return unquote(_SLASH.sub("%252F", text)) if "%" in text else text, query
 
 
 class RequestReader:

@@ -38,7 +38,7 @@ class ModelRoutes:
 
     async def get(self, scope: Scope, send: Send) -> None:
         who = await self._caller(scope)
-        name = scope["path"].removeprefix(MODELS + "/")
+        name = scope["path"].removeprefix(MODELS + "/").replace("%2F", "/")
         self._router.refresh()
         for known, model in self._router.models():
             if known == name and who.may_use(name, model):
