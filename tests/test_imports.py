@@ -14,7 +14,8 @@ PACKAGES = ("contracts", "kernels", "worker", "gateway", "bench", "tests")
 ALLOWED = {"contracts": set(), "kernels": set(), "worker": {"kernels", "contracts"}, "gateway": {"contracts"}}
 # Within the worker: a folder may import those below it. Modules directly in worker/ go by their own name.
 WORKER_ALLOWED = {
-    "params": set(),
+    "params": {"vllm_python"},
+    "vllm_python": set(),
     "config": {"spellings"},
     "spellings": set(),
     "pooling": set(),
@@ -42,6 +43,7 @@ WORKER_ALLOWED = {
         "embed",
         "loading_bar",
         "interrupts",
+        "vllm_python",
     },
     "async_llm": {"spellings", "prompting", "outputs", "text", "ipc", "params", "weights"},
     "embed": {"engine", "interrupts", "ipc", "params", "pooling"},

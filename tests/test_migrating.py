@@ -16,10 +16,11 @@ from contracts.options import WorkerOptions
 from tests.conftest import ROOT
 from tests.test_docs import PAGES, code_blocks, spans, tables
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
-from worker import SamplingParams, StructuredOutputs, spellings
+from worker import LLM, SamplingParams, StructuredOutputs, spellings
 from worker.config import ConfigError, WorkerConfig, read_config
 from worker.server.metrics import Metrics
 from worker.server.state import ServerState
+from worker.vllm_python import ATTRIBUTES, PARAMETERS
 
 PAGE = ROOT / "docs" / "migrating-from-vllm.md"
 ((_, _, FLAGS),) = [table for table in tables(PAGE) if table[1][0] == "vLLM's flag"]
@@ -131,6 +132,29 @@ def test_options_in_python_are_told_the_same() -> None:
             spellings.options_of({**given, name: value})
     with pytest.raises(ValueError, match=r"only 1 is accepted.*; xyzzy: no such option$"):
         spellings.options_of({"tensor_parallel_size": 2, "xyzzy": 1})
+
+
+def test_parameters_that_are_not_there_are_taken_where_they_change_nothing_and_else_told() -> None:
+    neutral = {name: elsewhere.neutral or (None, False, []) for name, elsewhere in PARAMETERS.items()}
+    for name, values in neutral.items():
+        for value in values:
+            assert SamplingParams(n=2, best_of=2, logit_bias=None, **{name: value}) == SamplingParams(n=2)
+        with pytest.raises(ValueError, match=re.escape(f"{name}: {PARAMETERS[name].told}")):
+            SamplingParams(**{name: "another"})
+    with pytest.raises(ValueError, match="best_of: only n"):
+        SamplingParams(best_of=2)
+    with pytest.raises(TypeError, match=r"no parameter 'temprature'; did you mean 'temperature'\?"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(ValueError, match="temperature must be from 0 to 2"):
+        SamplingParams(best_of=1, temperature=3.0)
+
+
+def test_methods_that_are_not_there_are_told() -> None:
+    unloaded = LLM.__new__(LLM)
+    for name, told in ATTRIBUTES.items():
+        with pytest.raises(AttributeError, match=re.escape(f"LLM has no {name!r}: {told}")):
+            getattr(unloaded, name)
+    assert not hasattr(unloaded, "xyzzy")
 
 
 def test_a_form_may_be_given_as_vllm_has_it() -> None:

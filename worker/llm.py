@@ -11,7 +11,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from worker.params import SamplingParams
 from worker.prompting import Message, Prepared, Prompt, Prompting, as_list, conversations, each
 from worker.spellings import options_of
 from worker.text.tokenizer import Tokenizer
+from worker.vllm_python import missing
 from worker.weights.source import resolve_source
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -83,18 +84,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order; all run together, as many at a time as `max_num_seqs`.
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids};
-        `sampling_params` is one for all, or one for each. `progress` draws a bar on the terminal.
+        `sampling_params` is one for all, or one for each. `progress` (vLLM's `use_tqdm`) draws a bar on the
+        terminal.
 
         Raises ValueError, before anything runs, when a prompt is empty or too long, or when text is given and
         the model has no tokenizer. After an exception, Ctrl-C included, nothing goes on running
         and the next call works; only after a failure of the device itself every one is a RuntimeError.
         """
         encoded = [self._prompting.encode(prompt) for prompt in as_list(prompts)]
-        return self._answer(encoded, sampling_params, progress, continuation=True)
+        return self._answer(encoded, sampling_params, progress or use_tqdm, continuation=True)
 
     def chat(
         self,
@@ -102,23 +105,35 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        use_tqdm: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The same for one conversation or several, through the model's chat template.
 
         `tools`: JSON schemas of functions that the template shows to the model; a call in the answer is text.
+        `continue_final_message`: the answer goes on in the last message, without `add_generation_prompt`.
         """
         variables = chat_template_kwargs or {}
         encoded = [
-            self._prompting.render(conversation, tools, add_generation_prompt, variables)
+            self._prompting.render(
+                conversation, tools, add_generation_prompt, variables, continue_final_message
+            )
             for conversation in conversations(messages)
         ]
-        return self._answer(encoded, sampling_params, progress, continuation=False)
+        return self._answer(
+            encoded, sampling_params, progress or use_tqdm, continuation=continue_final_message
+        )
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        progress: bool = False,
+        use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
         """Embeddings of all prompts, in their order, by a model that makes them (option `runner`).
 
@@ -126,7 +141,7 @@ class LLM:
         for `generate`, and for a model that generates.
         """
         encoded = [self._prompting.encode(prompt) for prompt in as_list(prompts)]
-        return embed_all(self._engine, encoded, self._ids, dimensions, progress)
+        return embed_all(self._engine, encoded, self._ids, dimensions, progress or use_tqdm)
 
     def close(self) -> None:
         """Give the memory back. Whatever is asked afterwards is a RuntimeError."""
@@ -143,6 +158,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing("LLM", name)
 
     @property
     def _engine(self) -> Engine:

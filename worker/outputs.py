@@ -25,6 +25,11 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over its tokens; None without `logprobs`."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -45,6 +50,11 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether all answers are complete."""
         return all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """vLLM's name of `cached_tokens`."""
+        return self.cached_tokens
 
     def copy(self) -> RequestOutput:
         """As it is now: answers that go on growing don't change it."""

@@ -14,6 +14,8 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import msgspec
 
+from worker.vllm_python import known_parameters
+
 _M64 = (1 << 64) - 1
 MAX_N = 128
 MAX_STOP = 16
@@ -125,7 +127,20 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             _fail("choice", f"the strings of choice may have at most {MAX_GRAMMAR} characters together")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
+    """Tells those who come from vLLM about parameters that aren't here; costs nothing where all are."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        try:
+            return super().__call__(*args, **given)
+        except TypeError:
+            known = known_parameters(given, cls.__struct_fields__)
+            if len(known) == len(given):
+                raise
+        return super().__call__(*args, **known)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_Parameters):
     """Sampling parameters of one request.
 
     Args:
@@ -200,6 +215,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.allowed_token_ids is not None:
             allowed = _listed("allowed_token_ids", self.allowed_token_ids)
             msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
+        bias: object = self.logit_bias
+        if bias is None:
+            msgspec.structs.force_setattr(self, "logit_bias", {})
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex, TypedDict
@@ -15,7 +16,7 @@ from contracts.options import WorkerOptions
 from worker.ipc.messages import EngineInfo, EngineRequest
 from worker.outputs import Answer, RequestOutput
 from worker.params import SamplingParams, choice_seeds
-from worker.text.template import ChatTemplate
+from worker.text.template import ChatTemplate, up_to_mark, with_mark
 from worker.text.tokenizer import Tokenizer
 from worker.text.vocabulary import fit, truncate
 from worker.weights.source import ModelSource
@@ -70,16 +71,28 @@ class Prompting:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        continue_final_message: bool = False,
     ) -> tuple[str, list[int]]:
-        """A conversation through the chat template, and its token ids. ValueError when there is none, or when
-        it refuses these messages."""
+        """A conversation through the chat template, and its token ids; `continue_final_message`: up to the
+        end of the last message's content. ValueError when there is no template, or it refuses these."""
+        if not messages:
+            raise ValueError("a conversation is empty: at least one message is needed")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message goes on with the last message: it needs add_generation_prompt=False"
+            )
         if self._template is None:
             if self.tokenizer is None or self._template_text is None:
                 raise ValueError("the model has no chat template: use generate, or the option chat_template")
             ends = self.tokenizer.bos_token, self.tokenizer.eos_token
             self._template = ChatTemplate(self._template_text, *ends)
         assert self.tokenizer is not None
+        mark = secrets.token_hex(16)
+        if continue_final_message:
+            messages = [*messages[:-1], with_mark(messages[-1], mark)]
         text = self._template.render(messages, tools, add_generation_prompt, **variables)
+        if continue_final_message:
+            text = up_to_mark(text, mark)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     def prepare(
@@ -109,7 +122,13 @@ class Prompting:
             own = params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
             answer = Answer(result, index, own, self.tokenizer, continuation=continuation)
             request = EngineRequest(
-                f"{name}-{index}", result.prompt_token_ids, own, seed, end_token_ids=ends, **fields
+                f"{name}-{index}",
+                result.prompt_token_ids,
+                own,
+                seed,
+                end_token_ids=ends,
+                sibling=index > 0,
+                **fields,
             )
             prepared.append((request, answer))
         return result, prepared
@@ -156,7 +175,7 @@ def _wrong_prompt(prompt: object) -> str:
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Iterator[Sequence[Message]]:
     """A conversation alone, or each of several."""
-    if not messages or isinstance(messages[0], Mapping):
+    if messages and isinstance(messages[0], Mapping):
         yield messages  # type: ignore[misc]
     else:
         yield from messages  # type: ignore[misc]

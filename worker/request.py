@@ -42,6 +42,7 @@ class Request:
         "params",
         "pending",
         "pooling",
+        "prompt_hashes",
         "prompt_length",
         "published",
         "reclaimed",
@@ -50,6 +51,7 @@ class Request:
         "seed",
         "service_class",
         "shaped_for",
+        "sibling",
         "stop_tokens",
         "token_limit",
         "tokens",
@@ -67,6 +69,7 @@ class Request:
         self.deadline = message.deadline
         self.service_class = message.service_class
         self.pooling = message.pooling
+        self.sibling = message.sibling
         self._lag = message.priority * AGEING + message.service_class * CLASS_AGEING
         self.order = (message.arrival + self._lag, number)
         self.turn = self.order  # in which prompts are computed, see Scheduler.add
@@ -82,6 +85,7 @@ class Request:
         self.pages: list[int] = []
         self.published = 0  # leading pages that the prefix cache knows
         self.hashes: list[bytes] = []  # of its leading full pages, as far as they were needed
+        self.prompt_hashes: list[bytes] = []  # those of the prompt; all answers to one share the list
         self.cache_salt = message.cache_salt
         self.row = -1  # row of the device's batch state, while running
         self.first_row = 0  # of the rotary table, where position 0 lies

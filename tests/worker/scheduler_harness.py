@@ -59,6 +59,7 @@ class Harness:
         salt: str = "",
         level: int = NORMAL,
         deadline: float = 0.0,
+        sibling: bool = False,
         **params,
     ) -> Request:
         self.numbers += 1
@@ -73,6 +74,7 @@ class Harness:
             arrival=self.time,
             service_class=level,
             deadline=deadline,
+            sibling=sibling,
         )
         request = Request(message, max_model_len=40_000, eos_token_ids=frozenset({99}), number=self.numbers)
         self.device_tokens[name] = list(prompt)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.worker.scheduler_harness import Blind
 from worker.engine.pace import FIRST, LEAST, STRETCH, Pace
 from worker.ipc.messages import EngineRequest
 from worker.params import SamplingParams
@@ -166,3 +167,23 @@ def test_one_step_that_the_machine_held_up_changes_little():
     before = pace.decode
     pace.observe(step(8), 10.0)
     assert pace.decode <= 1.3 * before
+
+
+@pytest.mark.parametrize("answers", [1, 128])
+def test_many_answers_to_a_prompt_hold_others_up_as_one_does(answers: int) -> None:
+    machine = Machine(**CPU)
+    pace = warmed(Pace(None, 1e-3), machine)
+    harness = Blind(pages=4000, seqs=64, budget=512, pace=pace)
+    harness.add("stream", [1] * 8, 400)
+    while not any(row.decode for row in harness.step().rows):
+        pass
+    long = [harness.add(f"long{i}", [i % 50 for i in range(3000)], 2, sibling=i > 0) for i in range(answers)]
+    times = []
+    while long[0].finish_reason is None:
+        made = harness.step()
+        seconds = machine.time(made)
+        pace.observe(made, seconds)
+        times.append(seconds)
+    assert max(times) <= 3 * machine.decode
+    harness.run()
+    assert all(request.finish_reason == "length" for request in long)

@@ -84,6 +84,14 @@ def test_hundreds_of_prompts_with_parameters_of_their_own(llm: LLM) -> None:
     assert llm.check_integrity() == ""
 
 
+def test_an_answer_tells_how_likely_it_was(llm: LLM) -> None:
+    (result,) = llm.generate([5], SamplingParams(n=2, logprobs=0, max_tokens=3, ignore_eos=True))
+    for answer in result.outputs:
+        assert answer.logprobs is not None
+        assert answer.cumulative_logprob == sum(entry.logprob for entry in answer.logprobs) < 0.0
+    assert llm.generate([5], GREEDY)[0].outputs[0].cumulative_logprob is None
+
+
 def test_several_answers_and_stops(llm: LLM) -> None:
     free = llm.generate("worker", SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True))[0]
     assert [output.index for output in free.outputs] == [0, 1, 2]
@@ -105,6 +113,21 @@ def test_several_answers_and_stops(llm: LLM) -> None:
     assert llm.check_integrity() == ""
 
 
+def test_answers_to_a_prompt_find_it_cached(llm: LLM) -> None:
+    """More than run at a time; each gives what it gives alone, and the prompt is computed once."""
+    prompt = list(range(7, 107))
+    llm.reset_prefix_cache()
+    (alone,) = llm.generate([prompt], GREEDY)
+    llm.reset_prefix_cache()
+    before = llm.stats.prefix_hits
+    params = SamplingParams(n=20, temperature=0, max_tokens=6, ignore_eos=True)
+    (result, other) = llm.generate([prompt, [*prompt[:50], 5]], params)
+    assert [one.token_ids for one in result.outputs] == [alone.outputs[0].token_ids] * 20
+    assert len({tuple(one.token_ids) for one in other.outputs}) == 1
+    assert llm.stats.prefix_hits - before == 19 * 96 + 20 * 48
+    assert llm.check_integrity() == ""
+
+
 def test_chats(llm: LLM, tmp_path: Path, model: str) -> None:
     tokenizer = llm.tokenizer
     assert tokenizer is not None
@@ -114,6 +137,14 @@ def test_chats(llm: LLM, tmp_path: Path, model: str) -> None:
     assert [two.outputs for two in llm.chat([CHAT, CHAT], GREEDY)] == [one.outputs] * 2
     (open_ended,) = llm.chat(CHAT, GREEDY, add_generation_prompt=False)
     assert open_ended.prompt == one.prompt.removesuffix("<|im_start|>assistant\n")
+    begun = [*CHAT, {"role": "assistant", "content": "The fleet"}]
+    (going_on,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert going_on.prompt == f"{one.prompt}The fleet"
+    with pytest.raises(ValueError, match="needs add_generation_prompt=False"):
+        llm.chat(begun, GREEDY, continue_final_message=True)
+    assert llm.chat([], GREEDY) == []
+    with pytest.raises(ValueError, match="a conversation is empty"):
+        llm.chat([[]], GREEDY)
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{{ mood }}{{ tools[0].name if tools }}")
     with LLM(model, **OPTIONS, chat_template=str(template)) as other:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.worker.chatting import HELLO, chat, stream, text_of
-from tests.worker.fake_engine import MODEL, FakeEngine, in_process, make_state
+from tests.worker.fake_engine import INFO, MODEL, FakeEngine, in_process, make_state
+from tests.worker.text_models import sentencepiece
+from worker.server.text_model import TextModel
 from worker.text.template import ChatTemplate
 
 
@@ -107,6 +110,17 @@ async def test_an_answer_may_go_on_with_the_last_message(content: Any) -> None:
     assert state.text.tokenizer
     prompt = state.text.tokenizer.decode(engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nThe answer is "
+
+
+async def test_an_answer_that_goes_on_keeps_the_space_before_its_first_word() -> None:
+    """SentencePiece vocabularies put it into the word."""
+    tokenizer = sentencepiece()
+    answer = [*tokenizer.encode("world", add_special_tokens=False), *tokenizer.eos_token_ids[:1]]
+    info = msgspec.structs.replace(INFO, vocab_size=tokenizer.vocab_size)
+    for fields, content in (({}, "world"), ({"continue_final_message": True}, " world")):
+        state = make_state(FakeEngine(lambda _: answer, info=info))
+        state.text = TextModel(tokenizer, ChatTemplate("{{ messages[0].content }}", "", ""))
+        assert (await chat(state, **fields))["choices"][0]["message"]["content"] == content
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,8 @@ async def test_abort_by_id_takes_the_whole_id_only() -> None:
 
         asking = {name: ask(name) for name in ("a", "ab", "ba")}
         await eventually(lambda: len(engine.submitted) == 3)
+        misspelt = await client.post(f"{url}/admin/abort", json={"request_id": ["a"]})
+        assert (misspelt.status_code, "request_id" in misspelt.text) == (400, True)
         assert (await client.post(f"{url}/admin/abort", json={"request_ids": ["a"]})).json() == {"aborted": 1}
         answer = await asking.pop("a")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "request_aborted")

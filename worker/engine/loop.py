@@ -74,6 +74,7 @@ class Engine:
         # On a GPU the next step is scheduled and launched while this one runs.
         self._depth = 2 if config.device.type == "cuda" else 1
         self._number = 0
+        self._prompt_hashes: list[bytes] = []  # of the request that came last
         self._steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -153,6 +154,9 @@ class Engine:
         if error is not None:
             return RequestOutput(request.id, [], finish_reason="error", error=error)
         request.first_row = self.runner.model.first_row(request.token_limit)
+        if request.sibling:
+            request.prompt_hashes = self._prompt_hashes
+        self._prompt_hashes = request.prompt_hashes
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_length
         if not self._grammars.needed(request) or self._grammars.begin(request):

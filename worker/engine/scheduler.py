@@ -208,7 +208,9 @@ class Scheduler:
         """Share what is left of the step among prompts that run and those that wait, in turn. Nobody new
         starts in a step that had to preempt."""
         budget = self.config.max_num_batched_tokens - sum(row.count for row in rows.values())
-        prompts = len(prefilling) + min(len(self.waiting), len(self._free_rows))
+        # Other answers to a prompt find its pages cached: all together they want what it wants.
+        candidates = itertools.chain(prefilling, self.waiting[: len(self._free_rows)])
+        prompts = max(1, sum(not request.sibling for request in candidates))
         share = self.pace.share(budget, prompts, decoding=bool(rows))
         prefilling.sort(key=_turn)
         if self.waiting and self.preemptions == preempted_before:
@@ -242,6 +244,9 @@ class Scheduler:
                 if self.preemptions > before:
                     break
                 promised = self._promised()
+                continue
+            if held_back and _follows(request, self.waiting[held_back - 1]):
+                held_back += 1  # for the same pages
                 continue
             cached = self._cached_pages(request)
             if self._worth_waiting_for(request, len(cached), computing):
@@ -285,9 +290,11 @@ class Scheduler:
     def _worth_waiting_for(self, request: Request, cached: int, computing: set[bytes]) -> bool:
         """Whether so many of the request's next pages are being computed for others already that it had
         better find them cached: of many equal prefixes that arrive together, one is computed."""
-        further = itertools.islice(self._chain(request, self._readable(request)), cached, None)
-        shared = itertools.takewhile(computing.__contains__, further)
-        return sum(1 for _ in shared) * self.pool.page_size >= self.config.worth_waiting
+        if not computing:
+            return False
+        enough = cached + self._pages_for(self.config.worth_waiting)
+        further = itertools.islice(self._chain(request, self._readable(request)), cached, enough)
+        return sum(1 for _ in itertools.takewhile(computing.__contains__, further)) == enough - cached
 
     def _start(self, request: Request, cached: list[int], count: int) -> None:
         self.pool.hold(cached)
@@ -322,8 +329,11 @@ class Scheduler:
         """Hashes of the first `count` pages, which are full of known tokens."""
         size, hashes = self.pool.page_size, request.hashes
         if len(hashes) < count:
+            hashes += request.prompt_hashes[len(hashes) : count]
             parent = hashes[-1] if hashes else root_hash(request.cache_salt, rotation=request.first_row)
             hashes += page_hashes(parent, request.tokens[len(hashes) * size : count * size], size)
+            full = min(len(hashes), request.prompt_length // size)
+            request.prompt_hashes += hashes[len(request.prompt_hashes) : full]
         return hashes[:count]
 
     def _chain(self, request: Request, count: int) -> Iterator[bytes]:
@@ -398,6 +408,11 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[float, int]:
     return request.order
+
+
+def _follows(request: Request, other: Request) -> bool:
+    """Whether `request` is another answer to the prompt of `other`, the next to come after it."""
+    return request.sibling and request.order[1] == other.order[1] + 1
 
 
 def _turn(request: Request) -> tuple[float, int]:

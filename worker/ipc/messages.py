@@ -34,6 +34,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     end_token_ids: tuple[int, ...] = ()
     service_class: int = NORMAL  # index in contracts.headers.PRIORITIES
     pooling: PoolingType | None = None  # no answer is generated: the prompt's states are pooled to a vector
+    sibling: bool = False  # another answer to the prompt of the request before
     deadline: float = 0.0  # time.monotonic() until which its first step must have begun; 0: it may wait
 
 

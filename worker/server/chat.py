@@ -56,7 +56,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
         formed(params, plan),
         request,
         param="messages",
-        continuation=False,
+        continuation=request.continue_final_message is True,
         external_id=exchange.request_id,
         account=exchange.account,
         service_class=exchange.service_class,

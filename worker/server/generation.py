@@ -145,6 +145,7 @@ class Generation:
                     priority=priority_of(request.priority or 0, service_class),
                     end_token_ids=ends,
                     service_class=NORMAL if service_class is None else service_class,
+                    sibling=number > 0,
                     deadline=deadline,
                 )
                 choice = Choice(index, text.tokenizer, params, continuation=continuation, shown=shown)

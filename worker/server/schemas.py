@@ -239,9 +239,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-class AbortRequest(msgspec.Struct, kw_only=True):
+# An operator's word that isn't known is an error: ignored, a misspelt request_ids would end all requests.
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_ids: list[str] | None = None
 
 
-class NamesRequest(msgspec.Struct, kw_only=True):
+class NamesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     names: list[str]
