@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from http import HTTPStatus
 from typing import Any, cast
 
-import msgspec
 import uvicorn
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
@@ -317,11 +315,6 @@ class ClientProtocol(asyncio.Protocol):
 
     def _say(self, refusal: ApiError) -> None:
         """A client that still sends has a moment to read it."""
-        body = msgspec.json.encode(refusal.body())
-        self._transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b"
-            % (refusal.status, HTTPStatus(refusal.status).phrase.encode(), len(body), body)
-        )
+        self._transport.write(errors.last_answer(refusal))
         self._transport.write_eof()
         self._expect_within(LINGER_SECONDS)

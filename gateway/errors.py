@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,15 @@ async def send_error(send: Send, error: ApiError, headers: Headers | None = None
     await send_bytes(
         send, error.status, msgspec.json.encode(error.body()), JSON, own + (headers or []), lines
     )
+
+
+def last_answer(error: ApiError) -> bytes:
+    """All bytes of an answer after which the connection closes, to what was no request."""
+    body = msgspec.json.encode(error.body())
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"connection: close\r\n\r\n%b"
+    ) % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
 
 
 def stream_format(content_type: bytes) -> StreamFormat | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits import Charge, Granted, Kind, Limit, Limiter, MemoryLimiter, Refused, Scope
+from gateway.limits import Charge, Granted, Kind, Limit, Limiter, MemoryLimiter, Refused, Scope, redis_forms
 from gateway.limits.limiter import rules_of
 from gateway.limits.redis_limiter import RedisLimiter
 
@@ -262,3 +262,14 @@ async def test_both_limiters_are_the_same_to_their_users(limiter: MemoryLimiter)
     for one in both:
         assert one.state.gateways == 1
         await one.aclose()
+
+
+def test_what_is_said_of_callers_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_forms, "MAX_KNOWN", 10)
+    forms = redis_forms.Forms("p:")
+    for number in range(100):
+        charges = (Charge.of_user(f"user {number}", Limit(qps=1)),)
+        form = forms.of_charges(charges, 0)
+        assert form is forms.of_charges(charges, 0)
+        assert form.rules[0].key == f"{{{charges[0].group}}}:user:{charges[0].name}:requests"
+        assert len(forms._known) <= 10
