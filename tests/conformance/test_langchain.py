@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel
 
 from tests.conformance.conftest import MODEL
 
+if TYPE_CHECKING:  # else when it is used: every process of a run imports this file, and one runs it
+    from langchain_openai import ChatOpenAI
+
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
-@tool
 def get_weather(city: str) -> str:
     """The weather in a city."""
     return f"22 degrees in {city}"
@@ -37,12 +36,14 @@ TRIP = {"start": "Köln", "goal": "Bonn", "days": 2}
 
 @pytest.fixture(scope="module")
 def chat(scripted: OpenAI) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     options: dict[str, Any] = {"base_url": str(scripted.base_url), "api_key": "unused", "timeout": 100}
     return ChatOpenAI(model="scripted", max_retries=0, **options)
 
 
 def test_invoke(chat: ChatOpenAI) -> None:
-    answer = chat.invoke([SystemMessage("Be brief."), HumanMessage("SAY:Grüße, 👍🏽!")])
+    answer = chat.invoke([("system", "Be brief."), ("human", "SAY:Grüße, 👍🏽!")])
     assert answer.content == "Grüße, 👍🏽!"
     assert answer.response_metadata["finish_reason"] == "stop"
     assert answer.response_metadata["model_name"] == "scripted"
@@ -72,6 +73,8 @@ def test_batch(chat: ChatOpenAI) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_is_called_and_its_result_answered(chat: ChatOpenAI, streamed: bool) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+
     bound = chat.bind_tools([get_weather])
     question = HumanMessage(f"SAY:{CALL}")
     if streamed:
@@ -84,7 +87,7 @@ def test_a_tool_is_called_and_its_result_answered(chat: ChatOpenAI, streamed: bo
     (call,) = answer.tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Köln"})
     said = AIMessage(content="", tool_calls=answer.tool_calls)
-    result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+    result = ToolMessage(get_weather(**call["args"]), tool_call_id=call["id"])
     final = bound.invoke([question, said, result, HumanMessage("SAY:It is warm.")])
     assert final.content == "It is warm."
     assert not final.tool_calls
@@ -109,6 +112,8 @@ class Pick(BaseModel):
 
 @pytest.mark.model
 def test_a_real_model_fills_in_the_schema(url: str) -> None:
+    from langchain_openai import ChatOpenAI
+
     options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "unused", "timeout": 100, "seed": 1}
     chat = ChatOpenAI(model=MODEL, max_retries=0, **options)
     shaped = chat.with_structured_output(Pick, method="function_calling", strict=True)

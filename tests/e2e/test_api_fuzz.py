@@ -16,14 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from tests.conformance.conftest import free_port, served
@@ -35,7 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 EXAMPLES = int(os.environ.get("PAGEFLEET_FUZZ_EXAMPLES", "8"))
 SECONDS = 60.0  # for one answer
 EMBEDDER = "vectors"
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 LEFT_OUT = {"/admin/drain", "/admin/names"}  # which would end what others test
 
 
@@ -87,6 +79,8 @@ def gateway(workers: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def fuzz(url: str, model: str, left_out: set[str]) -> set[str]:
     """Asks every path of the description at `url`; those that were asked."""
+    import schemathesis  # here, since every process of a run imports this file, and one runs it
+
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     asked = set()
     for result in schema.get_all_operations():
@@ -99,6 +93,13 @@ def fuzz(url: str, model: str, left_out: set[str]) -> set[str]:
 
 
 def fuzz_operation(operation: Any, url: str, model: str) -> None:
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    conforms = (
+        not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
+        checks.response_schema_conformance,
+    )  # fmt: skip
     takes_model = "model" in str(operation.body)
     examples = EXAMPLES if operation.body else max(2, EXAMPLES // 5)
 
@@ -108,7 +109,7 @@ def fuzz_operation(operation: Any, url: str, model: str) -> None:
         if takes_model and isinstance(case.body, dict):
             case.body["model"] = model  # else nearly all would be 404
         response = case.call(base_url=url, timeout=SECONDS)
-        case.validate_response(response, checks=CHECKS)
+        case.validate_response(response, checks=list(conforms))
 
     ask()
 

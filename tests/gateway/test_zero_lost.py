@@ -103,7 +103,7 @@ async def test_swaps_lose_nothing(tmp_path: Path, disturbed: bool, count: int) -
         swaps = Swaps(running, rig, rng)
         rig.route(swaps._target(rig.workers[0], 1, 10_000))
         await until(lambda: swaps.observer.applied(rig.epoch))
-        load = Load(running.connect, at_a_time=30)
+        load = Load(running.connect, at_a_time=30, pause=0.05)
         loading = asyncio.create_task(load.run())
         disturbing = asyncio.create_task(disturb(running, rng, cut)) if disturbed else None
         while swaps.generation <= count or (disturbed and not cut):

@@ -116,7 +116,7 @@ async def test_swaps_of_real_workers_lose_nothing(tmp_path: Path) -> None:
             await workers[0].ready()
             rig.route(workers[0].target(10_000))
             await until(lambda: observer.applied(rig.epoch))
-            load = Load(running.connect, ask, at_a_time=12)
+            load = Load(running.connect, ask, at_a_time=12, pause=0.05)
             loading = asyncio.create_task(load.run())
             for generation in (2, 3):
                 old, new = workers[-1], Worker.start(tmp_path, generation)
