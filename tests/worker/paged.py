@@ -29,14 +29,19 @@ def one_thread() -> Iterator[None]:
 class PagedRun:
     """Sequences by name, each with the tokens it was fed so far; all by one part of the rotary table."""
 
-    def __init__(self, model: CausalLM, num_pages: int = 64, first_row: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        num_pages: int = 64,
+        first_row: int = 0,
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
         config = model.config
         shape = (num_pages, config.num_kv_heads, PAGE, config.head_dim)
         self.model = model
         self.first_row = first_row
-        self.caches = [
-            (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(config.num_layers)
-        ]
+        poison = torch.full((config.num_layers, 2, *shape), torch.nan, dtype=cache_dtype)
+        self.caches = [(layer[0], layer[1]) for layer in poison]
         self.free = list(range(1, num_pages))
         random.Random(0).shuffle(self.free)
         self.pages: dict[str, list[int]] = {}
