@@ -38,7 +38,8 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D] rotated queries, Hq a multiple of Hkv.
-        k_cache: [N, Hkv, P, D], any number of pages (offsets are 64-bit).
+        k_cache: [N, Hkv, P, D], any number of pages (offsets are 64-bit); of q's type or another
+            (cache_types.py).
         v_cache: [N, Hkv, P, D], of the same strides.
         batch: whose rows they are. A decode row of length 0 gives zeros; rows of no sequence are undefined.
         scale: factor of the scores, before the softmax.
@@ -105,8 +106,10 @@ def paged_attention_reference(
         rows = slice(starts[i], starts[i + 1])
         positions = torch.arange(length, device=q.device)
         pages, offsets = batch.block_tables[i].long()[positions // page_size], positions % page_size
-        keys = k_cache[pages, :, offsets].double().repeat_interleave(group, dim=1)  # [S, Hq, D]
-        values = v_cache[pages, :, offsets].double().repeat_interleave(group, dim=1)
+        keys, values = (
+            cache.view(torch.uint8)[pages, :, offsets].view(cache.dtype).double().repeat_interleave(group, 1)
+            for cache in (k_cache, v_cache)
+        )  # [S, Hq, D]; as bytes, since torch indexes FP8 on some devices only
         distance = positions[length - (rows.stop - rows.start) :, None] - positions
         visible = (distance >= 0) & (distance < (sliding_window or length))
         scores = torch.einsum("nhd,shd->hns", q[rows].double(), keys) * scale

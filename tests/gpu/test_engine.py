@@ -45,10 +45,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def on_cpu(source: str) -> Iterator[LLM]:
+def on_cpu(source: str, **options: object) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CausalLM, "pack", lambda model: None)  # its weights are needed as they are
-        llm = LLM(source, device="cpu", kv_cache_memory_bytes="64MiB", threads=2)
+        llm = LLM(source, device="cpu", kv_cache_memory_bytes="64MiB", threads=2, **options)
     with llm:
         for parameter in llm._engine.runner.model.parameters():
             if parameter.ndim == 2:

@@ -70,15 +70,15 @@ def paged_case(
     A sequence of length 0 with one query is a padding row. With `written` false the whole cache is NaN. The
     cache is of the queries' type unless `cache_dtype` says otherwise.
     """
-    cache_dtype = cache_dtype or dtype
     torch.manual_seed(seed)
     tables, slots, num_pages = _slot_matrix(lengths, page_size)
     shape = (2, num_pages, kv_heads, page_size, head_dim)
-    cache = torch.full(shape, float("nan"), dtype=cache_dtype, device=device)
+    cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
     if written:
         owned = torch.cat([slots[i, :n] for i, n in enumerate(lengths)]).to(device)
-        values = torch.randn(2, len(owned), kv_heads, head_dim, device=device).to(cache_dtype)
+        values = torch.randn(2, len(owned), kv_heads, head_dim, device=device).to(dtype)
         cache[:, owned // page_size, :, owned % page_size] = values.transpose(0, 1)
+    cache = cache.to(cache_dtype or dtype)
     starts = [0, *accumulate(queries)]
     rows = [torch.arange(n - m, n) for n, m in zip(lengths, queries)]
     row_slots = [

@@ -24,7 +24,8 @@ class KvCache:
             self.pool = pages.permute(1, 2, 0, 3, 4, 5)
         else:
             self.pool = torch.empty((layers, 2, num_pages, *page), dtype=dtype, device=device)
-        self.pool[:, :, NULL_PAGE] = 0  # padding rows read it: keep their values finite
+        # Padding rows read it: keep their values finite. (By bytes, as torch does little with FP8.)
+        self.pool[:, :, NULL_PAGE].view(torch.uint8).zero_()
         self.num_pages = num_pages
         self.page_size = page_size
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.pool]
