@@ -1,12 +1,12 @@
 """Every kernel against the card's own limits: time, rate, and share of the same run's copy or matmul rate.
 
-python -m bench.kernels_roofline [--json FILE] [--only SUBSTRING]
+python -m bench.kernels_roofline [--json FILE] [--only SUBSTRING] [--kv-cache-dtype fp8]
 
 Times are medians of CUDA-graph replays. A graph calls the kernel on sets of inputs in turn, so many that over
 `BETWEEN` bytes go by before any is read again: nothing comes from the L2 cache that a real step must fetch.
 (At most `MAX_SETS`; inputs that small are activations, which a real step finds in the cache, too.)
 Memory-bound kernels are rated by the bytes that must move, compute-bound ones by the operations that must be
-done.
+done. With --kv-cache-dtype fp8: what reads or writes the KV cache, and that in FP8.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from bench.machine import describe, gpu_rates
 from kernels.attention import paged_attention
 from kernels.batch import AttentionBatch
+from kernels.cache_types import FP8
 from kernels.copy_pages import copy_pages
 from kernels.linear import linear
 from kernels.norm import add_rms_norm
@@ -108,45 +109,48 @@ def _batch(lengths: list[int], queries: int) -> AttentionBatch:
     )
 
 
-def _cache(model: Model, batch: AttentionBatch) -> Tensor:
-    return _random(2, int(batch.block_tables.max()) + 1, model.kv_heads, PAGE_SIZE, model.dim)
+def _cache(model: Model, batch: AttentionBatch, kv_dtype: torch.dtype) -> Tensor:
+    shape = (2, int(batch.block_tables.max()) + 1, model.kv_heads, PAGE_SIZE, model.dim)
+    return _random(*shape).to(kv_dtype)
 
 
-def _attention(model: Model, lengths: list[int], queries: int) -> Callable[[], Callable[[], Any]]:
+def _attention(
+    model: Model, lengths: list[int], queries: int, kv_dtype: torch.dtype
+) -> Callable[[], Callable[[], Any]]:
     batch = _batch(lengths, queries)
 
     def make() -> Callable[[], Any]:
-        k_cache, v_cache = _cache(model, batch)
+        k_cache, v_cache = _cache(model, batch, kv_dtype)
         q = _random(len(lengths) * queries, model.q_heads, model.dim)
         return lambda: paged_attention(q, k_cache, v_cache, batch, model.dim**-0.5)
 
     return make
 
 
-def attention_cases(model: Model) -> Iterator[Case]:
+def attention_cases(model: Model, kv_dtype: torch.dtype) -> Iterator[Case]:
     """Decodes are rated by the bytes of keys and values, prefills by the operations of visible pairs."""
-    token = 2 * model.kv_heads * model.dim * DTYPE.itemsize
+    token = 2 * model.kv_heads * model.dim * kv_dtype.itemsize
     row = 2 * model.q_heads * model.dim * DTYPE.itemsize
     for sequences, context in DECODES:
         moved = sequences * (context * token + row)
-        make = _attention(model, [context] * sequences, 1)
+        make = _attention(model, [context] * sequences, 1, kv_dtype)
         yield Case("decode attention", f"{model.name} {sequences} x {context}", make, moved)
     mixed = [200 + i * 61 % 3800 for i in range(64)]
     yield Case(
         "decode attention",
         f"{model.name} 64 x 200..4000",
-        _attention(model, mixed, 1),
+        _attention(model, mixed, 1, kv_dtype),
         sum(mixed) * token + 64 * row,
     )
     for sequences, queries, context in PREFILLS:
         pairs = queries * (context - queries) + queries * (queries + 1) // 2
-        make = _attention(model, [context] * sequences, queries)
+        make = _attention(model, [context] * sequences, queries, kv_dtype)
         shape = f"{model.name} {sequences} x {queries} of {context}"
         moved = sequences * (context * token + queries * row)
         yield Case("prefill attention", shape, make, moved, 4 * sequences * pairs * model.q_heads * model.dim)
 
 
-def rope_cases(model: Model) -> Iterator[Case]:
+def rope_cases(model: Model, kv_dtype: torch.dtype) -> Iterator[Case]:
     for tokens in (1, 32, 256, 8192):
         batch = _batch([tokens], tokens)
         heads = (model.q_heads, model.kv_heads, model.kv_heads)
@@ -154,13 +158,14 @@ def rope_cases(model: Model) -> Iterator[Case]:
         def make(
             batch: AttentionBatch = batch, tokens: int = tokens, heads: Any = heads
         ) -> Callable[[], Any]:
-            k_cache, v_cache = _cache(model, batch)
+            k_cache, v_cache = _cache(model, batch, kv_dtype)
             q, k, v = _random(tokens, sum(heads), model.dim).split(heads, 1)
             table = torch.randn(tokens, model.dim, device="cuda")
             norm = QkNorm(_random(model.dim), _random(model.dim), 1e-6) if model.qk_norm else None
             return lambda: rope_and_cache(q, k, v, table, batch, k_cache, v_cache, norm)
 
-        moved = tokens * (2 * sum(heads) * model.dim * DTYPE.itemsize + model.dim * 4 + 16)
+        written = model.q_heads * DTYPE.itemsize + 2 * model.kv_heads * kv_dtype.itemsize
+        moved = tokens * (model.dim * (sum(heads) * DTYPE.itemsize + written) + model.dim * 4 + 16)
         name = "qk norm + rope + cache write" if model.qk_norm else "rope + cache write"
         yield Case(name, f"{model.name} {tokens}", make, moved)
 
@@ -202,23 +207,26 @@ def linear_cases(model: Model) -> Iterator[Case]:
             yield Case("linear", f"{model.name} {name} {rows}", make, moved, flops)
 
 
-def copy_cases(model: Model) -> Iterator[Case]:
+def copy_cases(model: Model, kv_dtype: torch.dtype) -> Iterator[Case]:
     pages, page = 1024, model.kv_heads * PAGE_SIZE * model.dim
     pairs = torch.stack((torch.randperm(pages), torch.randperm(pages) + pages), 1).cuda()
 
     def make() -> Callable[[], Any]:
-        pool = _random(4, 2, 2 * pages, model.kv_heads, PAGE_SIZE, model.dim)
+        pool = _random(4, 2, 2 * pages, model.kv_heads, PAGE_SIZE, model.dim).to(kv_dtype)
         return lambda: copy_pages(pool, pool, pairs)
 
     yield Case(
-        "copy pages", f"{model.name} 4 layers x {pages}", make, 2 * 4 * 2 * pages * page * DTYPE.itemsize
+        "copy pages", f"{model.name} 4 layers x {pages}", make, 2 * 4 * 2 * pages * page * kv_dtype.itemsize
     )
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases(kv_dtype: torch.dtype) -> Iterator[Case]:
     for model in MODELS:
-        for cases in (attention_cases, rope_cases, elementwise_cases, linear_cases, copy_cases):
-            yield from cases(model)
+        for of_the_cache in (attention_cases, rope_cases, copy_cases):
+            yield from of_the_cache(model, kv_dtype)
+        if kv_dtype == DTYPE:
+            yield from elementwise_cases(model)
+            yield from linear_cases(model)
 
 
 def time_us(case: Case) -> float:
@@ -269,17 +277,22 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--only", default="", help="only cases whose kernel or shape contains this")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     options = parser.parse_args()
+    kv_dtype = FP8 if options.kv_cache_dtype == "fp8" else DTYPE
     rates = gpu_rates()
     torch.cuda.empty_cache()
     results = []
-    for case in all_cases():
+    for case in all_cases(kv_dtype):
         if options.only in f"{case.kernel} {case.shape}":
             results.append(measure(case, rates))
             torch.cuda.empty_cache()
     show(results, rates)
     if options.json:
-        report = {"machine": describe(), "rates": rates, "results": [asdict(r) for r in results]}
+        report = {
+            "machine": describe(), "rates": rates, "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+            "results": [asdict(r) for r in results],
+        }  # fmt: skip
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

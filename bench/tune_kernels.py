@@ -1,8 +1,8 @@
 """Which tiles are fastest on this card: candidates for skinny products and attention, in microseconds.
 
-python -m bench.tune_kernels [gemm] [decode] [prefill]
+python -m bench.tune_kernels [gemm] [decode] [decode-fp8] [prefill]
 
-Qwen2-7B's shapes, bf16. What wins goes into kernels/gemm_skinny.py (best_tile), attention_decode.py and
+Qwen2-7B's shapes, bf16 (decode-fp8: with a KV cache in FP8). What wins goes into kernels/gemm_skinny.py (best_tile), attention_decode.py and
 attention_dense.py. Every candidate runs in a graph, over buffers that rotate so that no cache helps.
 """
 
@@ -26,6 +26,7 @@ from kernels.attention_dense import Tile as DenseTile
 from kernels.attention_dense import dense_attention, dense_attention_triton
 from kernels.attention_prefill import prefill_attention_triton
 from kernels.batch import AttentionBatch
+from kernels.cache_types import FP8
 from kernels.gemm_skinny import Tile, skinny_triton
 from kernels.swiglu import swiglu
 
@@ -53,6 +54,8 @@ DECODE_TILES = [
     DecodeTile(*t)
     for t in (
         (64, 4, 2, 128),
+        (64, 4, 3, 128),
+        (128, 4, 2, 128),
         (64, 4, 2),
         (64, 4, 3),
         (64, 4, 4),
@@ -64,6 +67,7 @@ DENSE_TILES = [
     DenseTile(*t)
     for t in ((64, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3))
 ]
+KV_DTYPES = {"decode": torch.bfloat16, "decode-fp8": FP8}
 BETWEEN = 1 << 29  # bytes read between two reads of the same line
 BANDWIDTH = 4.2e6  # bytes a microsecond
 
@@ -140,11 +144,11 @@ def gemm_runs(name: str, rows: int, sets: int) -> dict[str, Run]:
 
 
 def paged(
-    sequences: int, context: int, queries: int, sets: int
+    sequences: int, context: int, queries: int, sets: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, list[Tensor], AttentionBatch]:
     pages = -(-context // 16)
     shape = (2, sequences * pages + 1, 4, 16, 128)
-    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kv_dtype) for _ in range(sets)]
     tables = (torch.randperm(sequences * pages, device="cuda") + 1).int().view(sequences, pages)
     starts = torch.arange(0, sequences * queries + 1, queries, device="cuda", dtype=torch.int32)
     lengths = torch.full((sequences,), context, device="cuda", dtype=torch.int32)
@@ -153,8 +157,8 @@ def paged(
     return q, caches, AttentionBatch(starts, starts, tables, lengths, starts, decodes, queries, context)
 
 
-def decode_runs(sequences: int, context: int, sets: int) -> dict[str, Run]:
-    q, caches, batch = paged(sequences, context, 1, sets)
+def decode_runs(sequences: int, context: int, sets: int, kv_dtype: torch.dtype) -> dict[str, Run]:
+    q, caches, batch = paged(sequences, context, 1, sets, kv_dtype)
     out = torch.empty_like(q)
 
     def run(tile: DecodeTile, splits: int | None, i: int) -> None:
@@ -198,12 +202,13 @@ def compile_all(
 
 
 def main() -> None:
-    kinds = sys.argv[1:] or ["gemm", "decode", "prefill"]
+    kinds = sys.argv[1:] or ["gemm", "decode", "decode-fp8", "prefill"]
+    decodes = [(kind, kv_dtype) for kind, kv_dtype in KV_DTYPES.items() if kind in kinds]
     jobs: list[tuple[Any, ...]] = []
     if "gemm" in kinds:
         jobs += [(gemm_runs, (n, m, 1), part, 2) for n in SHAPES for m in ROWS for part in range(2)]
-    if "decode" in kinds:
-        jobs += [(decode_runs, (s, 64, 1), part, 4) for s in (1, 8) for part in range(4)]
+    for _, kv_dtype in decodes:
+        jobs += [(decode_runs, (s, 64, 1, kv_dtype), part, 4) for s in (1, 8) for part in range(4)]
     if "prefill" in kinds:
         jobs += [(prefill_runs, (s, 256, 256), part, 3) for s in (1, 2) for part in range(3)]
     with multiprocessing.get_context("spawn").Pool(12) as pool:
@@ -212,11 +217,11 @@ def main() -> None:
         size = 2 * SHAPES[name][0] * SHAPES[name][1]
         sets = min(16, BETWEEN // size + 1)
         rank(f"{name} {rows}", size / BANDWIDTH, gemm_runs(name, rows, sets), 2 * sets)
-    for sequences, context in DECODE if "decode" in kinds else ():
-        size = sequences * context * 2048
+    for (kind, kv_dtype), (sequences, context) in itertools.product(decodes, DECODE):
+        size = sequences * context * 1024 * kv_dtype.itemsize
         sets = min(16, BETWEEN // size + 1)
-        runs = decode_runs(sequences, context, sets)
-        rank(f"decode {sequences} x {context}", size / BANDWIDTH, runs, 2 * sets)
+        runs = decode_runs(sequences, context, sets, kv_dtype)
+        rank(f"{kind} {sequences} x {context}", size / BANDWIDTH, runs, 2 * sets)
     for sequences, context, queries in PREFILL if "prefill" in kinds else ():
         flops = 4 * 128 * 28 * sequences * queries * (context - queries / 2)
         runs = prefill_runs(sequences, context, queries)
