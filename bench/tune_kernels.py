@@ -2,8 +2,9 @@
 
 python -m bench.tune_kernels [gemm] [decode] [decode-fp8] [prefill]
 
-Qwen2-7B's shapes, bf16 (decode-fp8: with a KV cache in FP8). What wins goes into kernels/gemm_skinny.py (best_tile), attention_decode.py and
-attention_dense.py. Every candidate runs in a graph, over buffers that rotate so that no cache helps.
+Qwen2-7B's shapes, bf16 (decode-fp8: with a KV cache in FP8). What wins goes into kernels/gemm_skinny.py
+(best_tile), attention_decode.py and attention_dense.py. Every candidate runs in a graph, over buffers that
+rotate so that no cache helps.
 """
 
 from __future__ import annotations

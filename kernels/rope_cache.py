@@ -58,10 +58,8 @@ def _rotate(
             b_rest *= b_scale * tl.load(p_weight + o_d, mask=m_rest, other=0.0).to(tl.float32)
     rounded = p_in.dtype.element_ty
     dtype = p_out.dtype.element_ty
-    b_turned_1 = (b_1 * b_cos - b_2 * b_sin).to(rounded)
-    b_turned_2 = (b_2 * b_cos + b_1 * b_sin).to(rounded)
-    tl.store(p_out + o_r, as_cached(b_turned_1, dtype), mask=m_h & m_r)
-    tl.store(p_out + HALF + o_r, as_cached(b_turned_2, dtype), mask=m_h & m_r)
+    tl.store(p_out + o_r, as_cached((b_1 * b_cos - b_2 * b_sin).to(rounded), dtype), mask=m_h & m_r)
+    tl.store(p_out + HALF + o_r, as_cached((b_2 * b_cos + b_1 * b_sin).to(rounded), dtype), mask=m_h & m_r)
     if REST:
         tl.store(p_out + o_d, as_cached(b_rest.to(rounded), dtype), mask=m_h & m_rest)
 
