@@ -70,6 +70,10 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable-prompt-tokens-details": "usage always has cached_tokens",
     "async-scheduling": "steps overlap on a GPU by themselves",
     "no-trust-remote-code": "code that comes with a model is never run",
+    "enable-server-load-tracking": "GET /health has inflight",
+    "disable-fastapi-docs": "only /openapi.json is served",
+    "disable-cascade-attn": "there is none",
+    "enable-request-id-headers": "answers always have x-request-id",
 }
 NO_EFFECT_WITH_VALUE: Final[Mapping[str, str]] = {
     "swap-space": "preempted requests are computed again, nothing is swapped",
@@ -125,11 +129,28 @@ REFUSED: Final[Mapping[str, str]] = {
     "max-num-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
     "max-long-partial-prefills": "isn't needed: prompts take turns (--tpot-target-ms)",
     "override-generation-config": "isn't offered: requests say how they are sampled",
+    "enable-sleep-mode": "isn't offered: `pagefleet swap start` replaces a model while it is used",
+    "logits-processors": "isn't offered: no code of others runs in a worker",
+    "worker-cls": "isn't offered: no code of others runs in a worker",
+    "worker-extension-cls": "isn't offered: no code of others runs in a worker",
+    "scheduler-cls": "isn't offered: no code of others runs in a worker",
+    "tool-parser-plugin": "isn't offered: no code of others runs in a worker",
+    "reasoning-parser-plugin": "isn't offered: no code of others runs in a worker",
+    "allowed-methods": "isn't offered: nginx in front sends CORS headers",
+    "allowed-headers": "isn't offered: nginx in front sends CORS headers",
+    "allow-credentials": "isn't offered: nginx in front sends CORS headers",
+    "pooler-config": "isn't offered: it is read from the checkpoint's modules.json",
+    "override-pooler-config": "isn't offered: it is read from the checkpoint's modules.json",
+    "skip-tokenizer-init": "isn't needed: token ids are taken and told with a tokenizer too",
+    "kv-events-config": "isn't offered",
+    "enable-force-include-usage": "isn't offered: a request asks for it by stream_options.include_usage",
+    "return-tokens-as-token-ids": "isn't offered: a request asks for it by return_tokens_as_token_ids",
 }
 # Those of them that take no value.
 SWITCHES: Final = frozenset((
     "trust-remote-code", "enable-log-requests", "disable-sliding-window", "enable-lora",
-    "enable-expert-parallel", "calculate-kv-scales",
+    "enable-expert-parallel", "calculate-kv-scales", "enable-sleep-mode", "allow-credentials",
+    "skip-tokenizer-init", "enable-force-include-usage", "return-tokens-as-token-ids",
 ))  # fmt: skip
 
 

@@ -202,6 +202,7 @@ def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.Monke
 def test_ctrl_c_comes_between_steps(llm: LLM) -> None:
     """A signal, at any time: within a step too, where an exception would leave pages that nobody frees."""
     params = SamplingParams(max_tokens=500, ignore_eos=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def generate_until_interrupted(delay: float) -> None:
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
@@ -279,6 +280,7 @@ def test_a_second_ctrl_c_is_not_held() -> None:
                 signal.raise_signal(signal.SIGINT)
             reached.append(times)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     reached: list[int] = []
     for times in (1, 2):
         with pytest.raises(KeyboardInterrupt):
