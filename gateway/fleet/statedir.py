@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -249,6 +250,16 @@ def _is_our_own(directory: Path) -> bool:
     return (
         directory.name.startswith(_PREFIX) and directory.is_dir() and directory.stat().st_uid == os.getuid()
     )
+
+
+def read_file(path: Path) -> bytes:
+    """What is in a file. OSError also where something else is in its place: a pipe would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from contracts.options import WorkerOptions
 from gateway.fleet.commands import Variant
 from gateway.fleet.rollout import Version
-from gateway.fleet.statedir import write_durably
+from gateway.fleet.statedir import read_file, write_durably
 from gateway.settings import ModelEntry
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Versions:
 
 def _read(path: Path) -> dict[str, Running]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Running])
+        return msgspec.json.decode(read_file(path), type=dict[str, Running])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 from gateway.board import Board, Peer
 from gateway.cli import main as pagefleet
+from gateway.fleet.driver.records import Records
 from gateway.fleet.errors import Conflict, InvalidFleet
 from gateway.fleet.reaper import reap
-from gateway.fleet.statedir import LINK, LOCK, StateDir
+from gateway.fleet.statedir import LINK, LOCK, StateDir, read_file
 from tests.gateway.swapping import fleet_file
 
 
@@ -141,6 +142,17 @@ def test_what_is_in_the_place_of_a_file_is_named_at_once(tmp_path: Path, what: s
         assert (shown.exit_code, "can't be used: " in shown.stderr) == (2, True), shown.output
         assert str(path) in shown.stderr
         path.rmdir() if what == "directory" else path.unlink()
+
+
+def test_a_pipe_is_not_waited_for_while_a_fleet_runs(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    os.mkfifo(tmp_path / "m.history.jsonl")
+    os.mkfifo(tmp_path / "m.json")
+    with pytest.raises(OSError, match="it is no file"):
+        records.history("m")
+    assert list(records.rollouts()) == []
+    with pytest.raises(OSError, match="it is no file"):
+        read_file(tmp_path)
 
 
 def test_the_lock_is_free_again_after_that(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class Driver:
                 self._perform(todo)
             self._complaint = ""
         except OSError as error:
-            what = error.filename or "its state"
+            what = error.filename2 or error.filename or "its state"
             complaint = f"rollout {self.rollout.id} waits: {what} can't be written ({error.strerror})"
             if complaint != self._complaint:
                 log.error("%s", complaint)

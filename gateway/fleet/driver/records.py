@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.fleet.driver.measure import Sample
 from gateway.fleet.rollout import Record, Rollout, decode, encode
-from gateway.fleet.statedir import write_durably
+from gateway.fleet.statedir import read_file, write_durably
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Records:
             if path.name.endswith(".before.json"):
                 continue
             try:
-                yield decode(path.read_bytes())
+                yield decode(read_file(path))
             except (OSError, ValueError) as error:
                 log.error("the rollout in %s can't be taken up again: %s", path, error)
 
@@ -48,7 +48,7 @@ class Records:
 
     def before(self, rollout: Rollout) -> Sample | None:
         try:
-            data = self._path(rollout.model, ".before.json").read_bytes()
+            data = read_file(self._path(rollout.model, ".before.json"))
             of, sample = msgspec.json.decode(data, type=tuple[str, Sample])
         except (OSError, msgspec.MsgspecError):
             return None
@@ -58,7 +58,7 @@ class Records:
         """The model's rollouts that are over, the oldest first. A torn last line isn't one."""
         found = []
         try:
-            lines = self._path(model, ".history.jsonl").read_bytes().splitlines()
+            lines = read_file(self._path(model, ".history.jsonl")).splitlines()
         except FileNotFoundError:
             return []
         for line in lines:
