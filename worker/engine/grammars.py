@@ -33,7 +33,9 @@ _BYTES_PER_SECOND = 32 << 20  # of a processor, that compiling took
 _BYTES_PER_TOKEN = 13 << 10  # that was followed ...
 _MOST_FOLLOWED_BYTES = 24 << 20  # ... until its limit of states is near
 _THREADS = 2  # that compile: one large form doesn't hold all others up
-_MASK_THREADS = 8  # at most
+# At most, and no more than half the engine's: on two cores that torch uses too, two threads take four times
+# as long for a few masks as one does.
+_MASK_THREADS = 8
 _SHARERS = 4  # answers of a form that follow one original; for more it is compiled again ...
 _QUICK = 0.25  # ... if that takes no more seconds of a processor
 _REPLAYED = 64  # tokens of an answer that follows another original from now on, at most
@@ -95,7 +97,7 @@ class Grammars:
     Args:
         source, tokenizer: see Tokenizer.from_source.
         eos_token_ids: the model's ends, beside the tokenizer's.
-        threads: that work out masks.
+        threads: of the engine.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Grammars:
     ) -> None:
         self._workshop = _Workshop(source, tokenizer, eos_token_ids)
         weakref.finalize(self, self._workshop.close)
-        self._mask_threads = min(threads, _MASK_THREADS)
+        self._mask_threads = max(1, min(threads // 2, _MASK_THREADS))
         self._ends: frozenset[int] = frozenset()
         self._writer: MaskWriter | None = None
         self._known: OrderedDict[StructuredOutputs, _Known] = OrderedDict()  # the last used last
