@@ -53,9 +53,9 @@ class StateDir:
     @property
     def sockets(self) -> Path:
         """`run`, or a private directory with a short path, when `run` is too long for a Unix socket."""
-        if not self._sockets_elsewhere.is_file():  # who opens a pipe waits
-            return self.run
         try:
+            if not self._sockets_elsewhere.is_file():  # who opens a pipe waits
+                return self.run
             named = Path(self._sockets_elsewhere.read_text())
         except (OSError, ValueError):
             return self.run

@@ -82,7 +82,7 @@ def test_a_history_that_can_not_be_read_is_said(fleet: Fleet) -> None:
     path.mkdir()
     try:
         result = swap(fleet, "history", "m")
-        assert (result.exit_code, "m.history.jsonl: Is a directory" in result.stderr) == (1, True), (
+        assert (result.exit_code, "m.history.jsonl: it is no file" in result.stderr) == (1, True), (
             result.output
         )
     finally:
