@@ -24,7 +24,7 @@ from gateway.fleet.reaper import MARK, marked
 from tests.gateway.nginx_fleet import fleet_of
 from tests.gateway.nginx_server import Nginx, standalone
 from tests.gateway.rig import CHAT, Rig, target
-from tests.gateway.test_supervisor import PATIENCE, fleet_file, start
+from tests.gateway.supervised import PATIENCE, fleet_file, start
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODY = {"model": "m", "stream": True, "messages": []}

@@ -15,7 +15,8 @@ from gateway.config import load_fleet
 from gateway.fleet.commands import Commands, Slot
 from gateway.fleet.state import read_routes
 from tests.gateway import fake_worker
-from tests.gateway.test_supervisor import FAST, Running, running
+from tests.gateway.fake_fleet import FAST
+from tests.gateway.supervised import Running, running
 
 FLEET = """
 gateway: {{port: 0, health: {{probe_interval: 100ms, probe_timeout: 2s, fail_timeout: 500ms}}}}

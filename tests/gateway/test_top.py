@@ -35,7 +35,7 @@ from gateway.fleet.state import Routes, RoutesFile, Target, write_routes
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.unit import UnitStatus
 from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.test_supervisor import PATIENCE, fleet_file, running
+from tests.gateway.supervised import PATIENCE, fleet_file, running
 
 PAGE = """# TYPE pagefleet_kv_cache_usage_ratio gauge
 pagefleet_kv_cache_usage_ratio{model_name="m"} 0.25
