@@ -3,7 +3,7 @@
 fake_process.py worker BEHAVIOUR --uds PATH --slot S --generation G
 fake_process.py gateway BEHAVIOUR --fd N --board PATH --generation G
 
-BEHAVIOUR `slow` loads for 1.5 seconds, `slow4` for 4.
+BEHAVIOUR `slow` loads for 1.5 seconds, `slow10` for 10.
 """
 
 from __future__ import annotations

@@ -115,12 +115,12 @@ async def test_a_bad_configuration_fails_at_once_with_its_last_words(tmp_path: P
 
 
 async def test_a_start_may_be_long_but_not_stand_still(tmp_path: Path) -> None:
-    timing = dataclasses.replace(FAST, start_stall=3.0)
-    async with running(fleet_file(tmp_path, "slow4", "stall"), timing) as fleet:
-        await fleet.until_state("slow4-0", "ready")  # takes 4 s, always moving
+    timing = dataclasses.replace(FAST, start_stall=8.0)
+    async with running(fleet_file(tmp_path, "slow10", "stall"), timing) as fleet:
+        await fleet.until_state("slow10-0", "ready")  # takes 10 s, always moving
         await fleet.until(lambda: fleet.unit("stall-0").error is not None)
-        assert fleet.unit("stall-0").error == "no progress for 3 s in phase 'loading weights'"
-        assert fleet.unit("slow4-0").restarts == 0
+        assert fleet.unit("stall-0").error == "no progress for 8 s in phase 'loading weights'"
+        assert fleet.unit("slow10-0").restarts == 0
         assert marked(f"{fleet.instance}/stall-0.1") == []
 
 

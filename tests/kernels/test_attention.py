@@ -100,12 +100,14 @@ def test_only_prefills(attention: Attention) -> None:
     check(attention, paged_case([33, 9], [33, 3], q_heads=2, kv_heads=2, head_dim=64, page_size=16))
 
 
-@pytest.mark.parametrize(("splits", "window"), [(2, 0), (5, 0), (5, 1), (2, 300), (5, 900)])
+@pytest.mark.parametrize(
+    ("longest", "splits", "window"), [(700, 2, 0), (1450, 5, 0), (700, 5, 1), (700, 2, 300), (700, 5, 500)]
+)
 def test_programs_that_share_a_chunk_s_keys(
-    interpreted: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, splits: int, window: int
+    interpreted: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, longest: int, splits: int, window: int
 ) -> None:
     """Of contexts of any length: with keys for all programs, for some, and for the first alone."""
-    lengths, queries = [5, 1, 1450, 600, 3, 40], [1, 1, 34, 9, 3, 2]
+    lengths, queries = [5, 1, longest, 300, 3, 40], [1, 1, 34, 9, 3, 2]
     case = paged_case(lengths, queries, q_heads=4, kv_heads=2, head_dim=16, page_size=16)
     prefill = interpreted.attention_prefill.prefill_attention_triton
     monkeypatch.setattr(
