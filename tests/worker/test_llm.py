@@ -27,7 +27,7 @@ from worker import LLM, SamplingParams, loading_bar
 from worker.engine.loop import Engine
 from worker.engine.scheduler import Scheduler
 from worker.interrupts import interrupts_held
-from worker.ipc.messages import Progress
+from worker.ipc.messages import EngineRequest, Progress
 from worker.params import StructuredOutputs
 from worker.runner.sampler import Sampled, Sampler
 from worker.runner.step import Runner
@@ -62,6 +62,20 @@ def test_all_spellings_of_a_prompt_are_the_same(llm: LLM) -> None:
     assert [result.prompt for result in together] == ["The gateway", None, "The gateway", None]
     assert all(result.finished and result.prompt_token_ids == ids for result in together)
     assert len({result.request_id for result in together}) == 4
+
+
+def test_who_says_to_be_another_answer_to_a_prompt_reads_only_pages_of_its_own(llm: LLM) -> None:
+    engine, prompts = llm._engine, [[number] * 40 for number in (5, 6)]
+    expected = [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)]
+    assert expected[0] != expected[1]
+    assert engine.call("reset_prefix_cache") == ""
+    found: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for name, prompt in zip(found, [*prompts, prompts[1]]):
+        assert engine.add(EngineRequest(name, prompt, GREEDY, 1, sibling=name != "a")) is None
+        while engine.has_work:
+            for output in engine.step():
+                found[output.request_id] += output.token_ids
+    assert list(found.values()) == [*expected, expected[1]]
 
 
 def test_masks_that_leave_nothing_are_the_requests_own_fault(llm: LLM) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -74,7 +74,9 @@ class Engine:
         # On a GPU the next step is scheduled and launched while this one runs.
         self._depth = 2 if config.device.type == "cuda" else 1
         self._number = 0
-        self._prompt_hashes: list[bytes] = []  # of the request that came last
+        # Of the request that came last: the prompt, with all that its pages' hashes depend on, and these.
+        self._prompt: tuple[Sequence[int], str, int] = ((), "", 0)
+        self._prompt_hashes: list[bytes] = []
         self._steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -154,9 +156,11 @@ class Engine:
         if error is not None:
             return RequestOutput(request.id, [], finish_reason="error", error=error)
         request.first_row = self.runner.model.first_row(request.token_limit)
-        if request.sibling:
+        # Not by its word alone: with another prompt's hashes it would read that prompt's pages.
+        prompt = message.prompt_token_ids, request.cache_salt, request.first_row
+        if request.sibling and prompt == self._prompt:
             request.prompt_hashes = self._prompt_hashes
-        self._prompt_hashes = request.prompt_hashes
+        self._prompt, self._prompt_hashes = prompt, request.prompt_hashes
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_length
         if not self._grammars.needed(request) or self._grammars.begin(request):
