@@ -1,9 +1,8 @@
 """Requests of the driver's own, for as long as a new version has too few users to be judged by.
 
 They come in small rounds, which cost a worker little more than one request does, and further apart while
-users are served. Those of a round share the
-worker's steps, so their times depend on each other: a round may be worth no more than one request, and the
-judge counts it as that.
+users are served. Those of a round share the worker's steps, so their times depend on each other: a round may
+be worth no more than one request, and the judge counts it as that.
 """
 
 from __future__ import annotations
