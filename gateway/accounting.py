@@ -33,7 +33,6 @@ OnUsage = Callable[[Usage | None], None]
 _decoder = msgspec.json.Decoder(list[UsageReport])
 _USAGE = USAGE.encode()
 _PROCESS = secrets.token_hex(8).encode() + b"-"
-_LINE = b"%b: %b" % (_USAGE, _PROCESS)
 _serial = itertools.count(1)
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class Bill:
 
     def __init__(self) -> None:
         self._number = b"%x" % next(_serial)
-        self.line = b"%b%b\r\n" % (_LINE, self._number)
+        self.line = b"%b: %b%b\r\n" % (_USAGE, _PROCESS, self._number)
         self.address = ""
         self.usage: Usage | None = None
 
