@@ -30,11 +30,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import pdl
 from kernels.batch import AttentionBatch
-from kernels.cache_types import as_cached
+from kernels.cache_types import as_cached, as_float16, words_as_float16
 from kernels.decode_join import MAX_SPLITS, join, join_splits_triton, split_blocks
 from kernels.decode_plan import FIELDS, plan_decodes_triton
 from kernels.pdl import load_at_once, prefetch
 from kernels.qk_norm import QkNorm
+from kernels.rope_cache import angles, rotated
 
 LOG2_E = math.log2(math.e)
 FEW_SEQS = 8
@@ -58,28 +59,6 @@ def _prefetch_block(
     prefetch(p_v_head + b_at)
 
 
-@triton.jit
-def _rotated(
-    p_x, p_weight, mask, o_d, b_cos, b_sin, eps,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SEVERAL: tl.constexpr,
-):  # fmt: skip
-    """Rotary embedding of a head vector at p_x, or of SEVERAL (rows), normalised first with NORM, rounded to
-    their type: see rope_cache."""
-    m_pair = o_d < 2 * HALF
-    o_pair = tl.where(o_d < HALF, o_d + HALF, o_d - HALF)
-    b_x = tl.load(p_x + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_pair = tl.load(p_x + o_pair, mask=mask & m_pair, other=0.0).to(tl.float32)
-    if NORM:
-        if SEVERAL:
-            b_squares = tl.sum(b_x * b_x, axis=1)[:, None]
-        else:
-            b_squares = tl.sum(b_x * b_x, axis=0)
-        b_scale = 1.0 / tl.sqrt(b_squares / HEAD_DIM + eps)
-        b_x *= b_scale * tl.load(p_weight + o_d, mask=o_d < HEAD_DIM, other=0.0).to(tl.float32)
-        b_pair *= b_scale * tl.load(p_weight + o_pair, mask=m_pair, other=0.0).to(tl.float32)
-    return (b_x * b_cos + b_pair * b_sin).to(p_x.dtype.element_ty)
-
-
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def _decode_kernel(
     p_q, p_new_k, p_new_v, p_cos_sin, p_q_weight, p_k_weight, eps, p_k, p_v, p_out, p_part, p_lse, p_arrived,
@@ -89,8 +68,11 @@ def _decode_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, PARTIAL: tl.constexpr,
     PLANNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, DIRECT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    WORDS: tl.constexpr = (
+        p_v.dtype.element_ty == tl.float8e4nv and p_q.dtype.element_ty.primitive_bitwidth == 16
+    )
     i_h = tl.program_id(0)
     first = 0
     if PLANNED:
@@ -142,16 +124,13 @@ def _decode_kernel(
     if ROPE:
         mine = (lo < hi) & (hi == seq_len)
         m_mine = o_d < tl.where(mine, HEAD_DIM, 0)
-        p_angle = p_cos_sin + tl.load(p_positions + i_b) * stride_cs + tl.where(o_d < HALF, o_d, o_d - HALF)
-        b_cos = tl.load(p_angle, mask=o_d < 2 * HALF, other=1.0)
-        b_sin = tl.load(p_angle + HALF, mask=o_d < 2 * HALF, other=0.0)
-        b_sin = tl.where(o_d < HALF, -b_sin, b_sin)
-        b_q = _rotated(
+        b_cos, b_sin = angles(p_cos_sin + tl.load(p_positions + i_b) * stride_cs, o_d, HALF)
+        b_q = rotated(
             p_query, p_q_weight, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], eps,
             HEAD_DIM, HALF, NORM, True,
         )  # fmt: skip
         p_key = p_new_k + i_b * stride_nkt + i_h * stride_nkh
-        b_key = _rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, False)
+        b_key = rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, False)
         b_key = as_cached(b_key, p_k.dtype.element_ty)
         p_value = p_new_v + i_b * stride_nvt + i_h * stride_nvh + o_d
         b_value = as_cached(tl.load(p_value, mask=m_mine, other=0.0), p_v.dtype.element_ty)
@@ -171,6 +150,11 @@ def _decode_kernel(
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    if WORDS:
+        b_q = as_float16(b_q)
+        b_even, b_odd = tl.split(tl.reshape(b_acc, (BLOCK_M, BLOCK_D // 2, 2)))
+        p_words = p_v_head.to(tl.pointer_type(tl.int16))
+        o_w = tl.arange(0, BLOCK_D // 2)
     if (page == 0) | (first >= end):
         end = lo
     last_page = (end - 1) // PAGE_SIZE
@@ -186,25 +170,38 @@ def _decode_kernel(
             b_page = load_at_once(p_entry).to(tl.int64)
         else:
             b_page = tl.load(p_entry).to(tl.int64)
-        b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_d[None, :]
+        b_row = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None]
+        b_at = b_row + o_d[None, :]
         if HEAD_DIM == BLOCK_D:
             b_k = tl.load(p_k_head + b_at)
-            b_v = tl.load(p_v_head + b_at, mask=m_n[:, None], other=0.0)
         else:
             b_k = tl.load(p_k_head + b_at, mask=m_d[None, :], other=0.0)
+        if WORDS:
+            m_words = m_n[:, None] & (o_w < HEAD_DIM // 2)[None, :]
+            b_words = tl.load(p_words + b_row // 2 + o_w[None, :], mask=m_words, other=0)
+        elif HEAD_DIM == BLOCK_D:
+            b_v = tl.load(p_v_head + b_at, mask=m_n[:, None], other=0.0)
+        else:
             b_v = tl.load(p_v_head + b_at, mask=m_n[:, None] & m_d[None, :], other=0.0)
         b_k = b_k.to(b_q.dtype)
-        b_v = b_v.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
         b_p = tl.exp2(b_s - b_new[:, None])
         b_shrink = tl.exp2(b_max - b_new)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+        b_p = b_p.to(b_q.dtype)
+        if WORDS:
+            b_low, b_high = words_as_float16(b_words, ASM)
+            b_even = b_even * b_shrink[:, None] + tl.dot(b_p, b_low)
+            b_odd = b_odd * b_shrink[:, None] + tl.dot(b_p, b_high)
+        else:
+            b_acc = b_acc * b_shrink[:, None]
+            b_acc += tl.dot(b_p, b_v.to(b_q.dtype), input_precision=PRECISION)
         b_max = b_new
 
+    if WORDS:
+        b_acc = tl.interleave(b_even, b_odd)
     b_out = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
     p_o = p_out + i_b * stride_ot + (i_h * GROUP + o_m)[:, None] * stride_oh + o_d[None, :]
     if PARTIAL:
@@ -357,7 +354,7 @@ def decode_attention_triton(
         WINDOW=sliding_window, ROPE=rope is not None, NORM=norm is not None, PARTIAL=splits > 1 or not few,
         PLANNED=not few, PRECISION="ieee" if exact else "tf32",
         BLOCK_M=max(16, triton.next_power_of_2(q_heads // kv_heads)),
-        BLOCK_N=block_n, BLOCK_D=block_d, DIRECT=early["PDL"],
+        BLOCK_N=block_n, BLOCK_D=block_d, DIRECT=early["PDL"], ASM=q.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **early,
     )  # fmt: skip
     if splits > 1 and few:

@@ -26,6 +26,29 @@ def as_cached(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def as_float16(x):
+    """Queries for products with FP8, which is converted to float16 in half an instruction an element."""
+    return tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+
+
+@triton.jit
+def words_as_float16(words, ASM: tl.constexpr):
+    """int16 words of two FP8 values each as two float16 tensors: the low bytes, the high bytes. ASM: by four
+    instructions for four values, which only a card has."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 bytes; .reg .b16 pair, none;
+            prmt.b32 bytes, $2, 0, 0x0020; mov.b32 {pair, none}, bytes; cvt.rn.f16x2.e4m3x2 $0, pair;
+            prmt.b32 bytes, $2, 0, 0x0031; mov.b32 {pair, none}, bytes; cvt.rn.f16x2.e4m3x2 $1, pair; }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = words.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = (words >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return low, high
+
+
 def as_cached_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`as_cached` in plain torch."""
     return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else x).to(dtype)

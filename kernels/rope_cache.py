@@ -31,37 +31,75 @@ BLOCK_H_MANY = 16  # ... and many where tokens keep all of them busy
 
 
 @triton.jit
+def angles(p_row, o_d, HALF: tl.constexpr):
+    """Factors of each place of a head vector, and of its pair, from the table's row of a position."""
+    p_angle = p_row + tl.where(o_d < HALF, o_d, o_d - HALF)
+    b_cos = tl.load(p_angle, mask=o_d < 2 * HALF, other=1.0)
+    b_sin = tl.load(p_angle + HALF, mask=o_d < 2 * HALF, other=0.0)
+    return b_cos, tl.where(o_d < HALF, -b_sin, b_sin)
+
+
+@triton.jit
+def rotated(
+    p_x, p_weight, mask, o_d, b_cos, b_sin, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SEVERAL: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding of a head vector at p_x, or of SEVERAL (rows), normalised first with NORM, rounded to
+    their type; cosines and sines of all D places by `angles`."""
+    m_pair = o_d < 2 * HALF
+    o_pair = tl.where(o_d < HALF, o_d + HALF, o_d - HALF)
+    b_x = tl.load(p_x + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_pair = tl.load(p_x + o_pair, mask=mask & m_pair, other=0.0).to(tl.float32)
+    if NORM:
+        if SEVERAL:
+            b_squares = tl.sum(b_x * b_x, axis=1)[:, None]
+        else:
+            b_squares = tl.sum(b_x * b_x, axis=0)
+        b_scale = 1.0 / tl.sqrt(b_squares / HEAD_DIM + eps)
+        b_x *= b_scale * tl.load(p_weight + o_d, mask=o_d < HEAD_DIM, other=0.0).to(tl.float32)
+        b_pair *= b_scale * tl.load(p_weight + o_pair, mask=m_pair, other=0.0).to(tl.float32)
+    return (b_x * b_cos + b_pair * b_sin).to(p_x.dtype.element_ty)
+
+
+@triton.jit
 def _rotate(
-    p_in, p_out, p_weight, b_cos, b_sin, m_h, eps,
+    p_in, p_out, p_weight, p_row, m_h, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     NORM: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Head vectors from p_in to p_out, normalised first with NORM. COPY: not the same place, so that what
     isn't rotated has to go there, too."""
-    REST: tl.constexpr = 2 * HALF < HEAD_DIM and (NORM or COPY)
+    PARTIAL: tl.constexpr = 2 * HALF < HEAD_DIM
     o_r = tl.arange(0, BLOCK_R)[None, :]
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_r = o_r < HALF
-    m_rest = (o_d >= 2 * HALF) & (o_d < HEAD_DIM)
-    b_1 = tl.load(p_in + o_r, mask=m_h & m_r, other=0.0).to(tl.float32)
-    b_2 = tl.load(p_in + HALF + o_r, mask=m_h & m_r, other=0.0).to(tl.float32)
-    if REST:
-        b_rest = tl.load(p_in + o_d, mask=m_h & m_rest, other=0.0).to(tl.float32)
-    if NORM:
-        b_squares = tl.sum(b_1 * b_1 + b_2 * b_2, axis=1)
-        if REST:
-            b_squares += tl.sum(b_rest * b_rest, axis=1)
-        b_scale = (1.0 / tl.sqrt(b_squares / HEAD_DIM + eps))[:, None]
-        b_1 *= b_scale * tl.load(p_weight + o_r, mask=m_r, other=0.0).to(tl.float32)
-        b_2 *= b_scale * tl.load(p_weight + HALF + o_r, mask=m_r, other=0.0).to(tl.float32)
-        if REST:
-            b_rest *= b_scale * tl.load(p_weight + o_d, mask=m_rest, other=0.0).to(tl.float32)
     rounded = p_in.dtype.element_ty
     dtype = p_out.dtype.element_ty
-    tl.store(p_out + o_r, as_cached((b_1 * b_cos - b_2 * b_sin).to(rounded), dtype), mask=m_h & m_r)
-    tl.store(p_out + HALF + o_r, as_cached((b_2 * b_cos + b_1 * b_sin).to(rounded), dtype), mask=m_h & m_r)
-    if REST:
-        tl.store(p_out + o_d, as_cached(b_rest.to(rounded), dtype), mask=m_h & m_rest)
+    if NORM and PARTIAL:
+        # As one tensor: with the rotated part and the rest as two, Triton 3.6 loses the scale of a head on
+        # its way from the threads of one to those of the other.
+        m_d = m_h & (o_d < HEAD_DIM)
+        b_cos, b_sin = angles(p_row, o_d, HALF)
+        b_x = rotated(p_in, p_weight, m_d, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, True)
+        tl.debug_barrier()  # a pair's other half is another thread's to write, in the same place maybe
+        tl.store(p_out + o_d, as_cached(b_x, dtype), mask=m_d)
+    else:
+        b_cos = tl.load(p_row + o_r, mask=m_r, other=0.0)
+        b_sin = tl.load(p_row + HALF + o_r, mask=m_r, other=0.0)
+        b_1 = tl.load(p_in + o_r, mask=m_h & m_r, other=0.0).to(tl.float32)
+        b_2 = tl.load(p_in + HALF + o_r, mask=m_h & m_r, other=0.0).to(tl.float32)
+        if NORM:
+            b_squares = tl.sum(b_1 * b_1 + b_2 * b_2, axis=1)
+            b_scale = (1.0 / tl.sqrt(b_squares / HEAD_DIM + eps))[:, None]
+            b_1 *= b_scale * tl.load(p_weight + o_r, mask=m_r, other=0.0).to(tl.float32)
+            b_2 *= b_scale * tl.load(p_weight + HALF + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_first, b_second = b_1 * b_cos - b_2 * b_sin, b_2 * b_cos + b_1 * b_sin
+        tl.store(p_out + o_r, as_cached(b_first.to(rounded), dtype), mask=m_h & m_r)
+        tl.store(p_out + HALF + o_r, as_cached(b_second.to(rounded), dtype), mask=m_h & m_r)
+        if PARTIAL and COPY:
+            m_rest = m_h & (o_d >= 2 * HALF) & (o_d < HEAD_DIM)
+            b_rest = tl.load(p_in + o_d, mask=m_rest, other=0.0)
+            tl.store(p_out + o_d, as_cached(b_rest, dtype), mask=m_rest)
 
 
 @triton.jit
@@ -77,18 +115,12 @@ def _rope_cache_kernel(
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     i_t = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
-    o_r = tl.arange(0, BLOCK_R)
-    m_r = o_r < HALF
-    p_angle = p_cos_sin + tl.load(p_positions + i_t) * stride_cs + o_r
-    b_cos = tl.load(p_angle, mask=m_r, other=0.0)[None, :]
-    b_sin = tl.load(p_angle + HALF, mask=m_r, other=0.0)[None, :]
+    p_row = p_cos_sin + tl.load(p_positions + i_t) * stride_cs
     if i_h < Q_BLOCKS:
         o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
         p_head = p_q + i_t * stride_qt + o_h[:, None] * stride_qh
         m_h = (o_h < Q_HEADS)[:, None]
-        _rotate(
-            p_head, p_head, p_q_weight, b_cos, b_sin, m_h, eps, HEAD_DIM, HALF, BLOCK_R, BLOCK_D, NORM, False
-        )
+        _rotate(p_head, p_head, p_q_weight, p_row, m_h, eps, HEAD_DIM, HALF, BLOCK_R, BLOCK_D, NORM, False)
     else:
         o_h = (i_h - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
         slot = tl.load(p_slots + i_t)
@@ -97,9 +129,7 @@ def _rope_cache_kernel(
         m_h = (o_h < tl.where(page > 0, KV_HEADS, 0))[:, None]  # none in the null page
         p_key = p_k + i_t * stride_kt + o_h[:, None] * stride_kh
         p_cached = p_k_cache + page * stride_kn + o_h[:, None] * stride_knh + offset * stride_kp
-        _rotate(
-            p_key, p_cached, p_k_weight, b_cos, b_sin, m_h, eps, HEAD_DIM, HALF, BLOCK_R, BLOCK_D, NORM, True
-        )
+        _rotate(p_key, p_cached, p_k_weight, p_row, m_h, eps, HEAD_DIM, HALF, BLOCK_R, BLOCK_D, NORM, True)
         o_d = tl.arange(0, BLOCK_D)[None, :]
         m_d = m_h & (o_d < HEAD_DIM)
         b_v = tl.load(p_v + i_t * stride_vt + o_h[:, None] * stride_vh + o_d, mask=m_d, other=0.0)
