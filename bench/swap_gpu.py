@@ -2,7 +2,7 @@
 Multi-Process Service (MPS).
 
     python -m bench.swap_gpu --out bench/results/swap_gpu_mps_h200.json
-    python -m bench.swap_gpu --ways with_mps --limit 175     # one way, in three minutes
+    python -m bench.swap_gpu --ways with_mps --kinds as_it_is --limit 200     # the aim alone
     python -m bench.swap_gpu --cpu --rounds 1 --ways without_mps        # a trial without a card: tiny models
 
 Two models share the card, which is busy half of the time: what is full has no room for a third worker. Users
@@ -221,11 +221,13 @@ async def measure(state: StateDir, args: argparse.Namespace, until: float) -> di
     ):
         *_, first = await asyncio.to_thread(swap, state, args, AS_IT_IS)  # for warming up
         took = (first.ended or 0) - first.started
-        for kind in KINDS * args.rounds:
-            if rounds and time.monotonic() + LEAST_QUIET + took > until:
+        for kind in tuple(args.kinds) * args.rounds:
+            # As many streams on both sides: the 99th percentile of fewer is further out.
+            pause = max(LEAST_QUIET, took / len(args.kinds))
+            if rounds and time.monotonic() + pause + took > until:
                 break
             began = time.monotonic()
-            await asyncio.sleep(LEAST_QUIET)
+            await asyncio.sleep(pause)
             quiet = (began, time.monotonic())
             parts, rollout = await asyncio.to_thread(swap, state, args, kind)
             rounds.append(Round(kind, quiet, parts, rollout))
@@ -308,6 +310,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", default="36GiB", help="Of each worker; three share the card.")
     parser.add_argument("--cpu", action="store_true", help="Tiny models, without a card.")
     parser.add_argument("--rounds", type=int, default=4, help="Of each kind, as far as the time goes.")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="Of rounds.")
     parser.add_argument("--users", type=int, default=24, help="Of each model.")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--think", type=float, default=2.0, help="Mean seconds between a user's requests.")

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import pdl
 from kernels.batch import AttentionBatch
-from kernels.cache_types import as_cached, as_float16, words_as_float16
+from kernels.cache_types import FP8, as_cached, as_float16, words_as_float16
 from kernels.decode_join import MAX_SPLITS, join, join_splits_triton, split_blocks
 from kernels.decode_plan import FIELDS, plan_decodes_triton
 from kernels.pdl import load_at_once, prefetch
@@ -262,6 +262,8 @@ def _arrivals(device: torch.device, count: int) -> Tensor:
 # 24.3, 7.5, 4.8, 3.8). Three blocks are in flight a program.
 ONE_TILE = Tile(64, 4, 4)
 TILE = Tile(64, 4, 2, 128)
+FP8_ONE_TILE = Tile(64, 4, 3, 128)
+FP8_TILE = Tile(128, 4, 3, 128)  # as many bytes a block; us of 128 sequences of 4096: 133 (floor 128)
 LARGE_TILE = Tile(32, 4, 3)  # for float32 and large heads
 
 
@@ -323,7 +325,9 @@ def decode_attention_triton(
     large = exact or dim > 128
     one = num_seqs == 1 and not large and pdl.supported(device)
     if tile is None:
-        tile = LARGE_TILE if large else ONE_TILE if one else TILE
+        in_fp8 = k_cache.dtype == FP8
+        ones, many = (FP8_ONE_TILE, FP8_TILE) if in_fp8 else (ONE_TILE, TILE)
+        tile = LARGE_TILE if large else ones if one else many
     block_n, block_d = tile.block_n, triton.next_power_of_2(dim)
     items = parts = lse = out
     count = num_seqs
