@@ -1,7 +1,7 @@
 """From finished requests to their places, off the requests' path: a queue, and a thread that empties it.
 
-A request costs its gateway one append. The thread takes a few at a time and sleeps in between: to let go of
-the interpreter alone isn't enough, as where both have one core the other thread only gets it then.
+A request costs its gateway one append. The thread works for a moment at a time and sleeps in between: to let
+go of the interpreter alone isn't enough, as where both have one core the other thread only gets it then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gateway.usage.sinks import AuditSink, Sink, Unwritten, UsageSink
 from gateway.usage.store import USAGE_FILE, UsageStore
 
 FLUSH_SECONDS = 0.25
-CHUNK = 32  # records between two breaths: a fifth of a millisecond
+CHUNK = 32  # records that are taken at once
+STINT_SECONDS = 0.0002  # of work between two breaths; each costs the event loop several changes of thread
 BREATH_SECONDS = 0.0005
 MAX_QUEUED = 100_000  # records that wait for the thread
 CLOSE_SECONDS = 10.0
@@ -90,12 +91,14 @@ class Recorder:
                 log.error("%s: %d requests could not be written before the end", sink.name, left)
 
     def _empty(self) -> None:
+        rest_at = time.perf_counter() + STINT_SECONDS
         while self._queue:
             records = [self._queue.popleft() for _ in range(min(CHUNK, len(self._queue)))]
             for sink in self._sinks:
                 sink.take(records)
-            if not self._stop.is_set():
+            if time.perf_counter() >= rest_at and not self._stop.is_set():
                 time.sleep(BREATH_SECONDS)
+                rest_at = time.perf_counter() + STINT_SECONDS
         for sink in self._sinks:
             self._flush(sink)
 
