@@ -43,7 +43,7 @@ class ClientProtocol(asyncio.Protocol):
         "_app", "_body_since", "_body_size", "_deadline", "_default_headers", "_default_lines", "_drained",
         "_gone", "_keep_alive", "_latest", "_leaving", "_looked", "_queue", "_read_paused", "_reader",
         "_refusal", "_running", "_server_state", "_silence", "_started", "_task", "_transport", "loop",
-        "write_paused",
+        "write", "write_paused",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +84,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.write = self._transport.write  # itself: it is called for every piece of every stream
         self._server_state.connections.add(self)  # type: ignore[arg-type]
         client, server = get_remote_addr(self._transport), get_local_addr(self._transport)
         self._reader = RequestReader(self, client, server)
@@ -234,9 +235,6 @@ class ClientProtocol(asyncio.Protocol):
             self._default_headers = headers
             self._default_lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
         return self._default_lines
-
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
 
     def close(self) -> None:
         self._transport.close()

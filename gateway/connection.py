@@ -66,8 +66,8 @@ class Connection(asyncio.Protocol):
         "_any_byte", "_buffered", "_busy", "_chunked", "_chunks", "_deadline", "_ends_at", "_error",
         "_head_done", "_head_within", "_keep_alive", "_loop", "_moved_at", "_on_lost", "_parser",
         "_paused", "_reset_by_worker", "_sink", "_timeouts", "_transport", "_waiter", "address",
-        "closed", "complete", "content_length", "content_type", "head_at", "lines", "refused", "reused",
-        "status", "usage",
+        "closed", "complete", "content_length", "content_type", "head_at", "lines", "on_body", "refused",
+        "reused", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +80,8 @@ class Connection(asyncio.Protocol):
         self.closed = False
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._chunks: list[bytes] = []
+        self.on_body = self._chunks.append  # what the parser calls for every event of a stream
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._busy = False
@@ -96,8 +98,8 @@ class Connection(asyncio.Protocol):
         self._head_done = False
         self._any_byte = False
         self._paused = False
-        self._chunks: list[bytes] = []
-        self._buffered = 0
+        self._chunks.clear()
+        self._buffered = 0  # bytes that wait in `_chunks`, with their framing
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], bool] | None = None
@@ -226,12 +228,16 @@ class Connection(asyncio.Protocol):
             if not self.complete:  # else: bytes beyond the declared length; the answer itself is whole
                 self._fail(UpstreamError("protocol", f"invalid HTTP from the worker: {error}"))
                 self.close()
-        sink = self._sink if self._chunks and not self.complete and self._error is None else None
-        if sink is not None and sink(self._taken()):
-            return
-        if self._buffered > HIGH_WATER and not self._paused and not self.closed:
-            self._paused = True
-            self._transport.pause_reading()
+        if self._chunks:
+            sink = self._sink
+            if sink is not None and not self.complete and self._error is None:
+                if sink(self._taken()):
+                    return
+            else:
+                self._buffered += len(data)
+                if self._buffered > HIGH_WATER and not self._paused and not self.closed:
+                    self._paused = True
+                    self._transport.pause_reading()
         self._wake()
 
     def eof_received(self) -> bool:
@@ -291,10 +297,6 @@ class Connection(asyncio.Protocol):
         self._head_done = True
         self._keep_alive = self._parser.should_keep_alive()
         self.head_at = time.perf_counter()
-
-    def on_body(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._buffered += len(data)
 
     def on_message_complete(self) -> None:
         if self._head_done:

@@ -27,14 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class Wire(Protocol):
-    """What an exchange needs of the connection it is on. `default_lines`: headers of every answer."""
+    """What an exchange needs of the connection it is on. `default_lines`: headers of every answer; `write`
+    never waits."""
 
     loop: asyncio.AbstractEventLoop
     write_paused: bool
 
     @property
+    def write(self) -> Callable[[bytes], None]: ...
+
+    @property
     def default_lines(self) -> bytes: ...
-    def write(self, data: bytes) -> None: ...
     async def drain(self) -> None: ...
     def close(self) -> None: ...
     def body_taken(self) -> None: ...
@@ -185,7 +188,8 @@ class Exchange:
     def pass_on(self, piece: bytes) -> bool:
         """One more piece of a body that goes on, sent without waiting; False when the client should be waited
         for now."""
-        self.put(piece, True)
+        if not self.disconnected:
+            self._write(piece, True)
         return not self._wire.write_paused
 
     def _begin(self, status: int, headers: Headers, lines: bytes) -> None:
@@ -238,13 +242,14 @@ class Exchange:
             self._left -= len(body)
             if self._left < 0 or (self._left and not more):
                 raise RuntimeError("a body that isn't as long as its head says")
-        head, self._head = self._head, b""
-        if head and len(body) < JOIN_BELOW:
-            self._wire.write(head + body)
-        else:
-            for data in (head, body):
-                if data:
-                    self._wire.write(data)
+        if self._head:
+            head, self._head = self._head, b""
+            if len(body) < JOIN_BELOW:
+                body = head + body
+            else:
+                self._wire.write(head)
+        if body:
+            self._wire.write(body)
         if not more:
             self.complete = True
             if self.buffered:
