@@ -3,7 +3,7 @@
 A value is rounded to the type it was computed in, then to the cache's. FP8 is e4m3 without infinities, with
 a scale of 1: magnitudes up to 448, above which conversions differ (NaN, or the largest); here such a value
 becomes the largest, and NaN stays NaN. Reading is exact, since every e4m3 value is one of bfloat16 and
-float16 as well: kernels convert what they have loaded to the queries' type, before any product.
+float16 as well: kernels convert what they have loaded to the queries' type before any product, or to float16.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
