@@ -411,11 +411,12 @@ def test_figures_are_drawn_from_the_result_files() -> None:
         assert f"figures/{path.name}" in (ROOT / "docs" / "performance.md").read_text()
 
 
-def test_rows_of_the_engine_are_those_of_its_result_file() -> None:
-    result = json.loads((ROOT / "bench/results/gpu_engine_h200.json").read_text())
+@pytest.mark.parametrize("file", ["gpu_engine_h200.json", "gpu_engine_fp8.json"])
+def test_rows_of_the_engine_are_those_of_its_result_file(file: str) -> None:
+    result = json.loads((ROOT / "bench/results" / file).read_text())
     measured = {f"{row['row']}, {row['unit']}": row for row in result["rows"]}
     for heading, _, rows in tables(ROOT / "docs" / "performance.md"):
-        if "gpu_engine_h200.json" not in heading:
+        if file not in heading:
             continue
         shown = {row[0]: row[1:] for row in rows if row[0] in measured}
         assert shown.keys() == measured.keys()
