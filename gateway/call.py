@@ -52,27 +52,13 @@ class Means:
 
 
 class Call:
-    """One request. What a class attribute says holds until it is decided otherwise."""
+    """One request. What is said at first holds until it is decided otherwise."""
 
-    status = 500
-    code: str | None = None
-    started = False  # the answer has begun
-    model = ""
-    backend: Backend | None = None
-    who: Identity | None = None
-    body: bytes | None = None  # its beginning, where it is to be written down
-    weight = 1  # sequences that a worker computes for it
-    seconds = 0.0  # until its end
-    first: float | None = None  # seconds until the first piece of a good answer
-    waited = 0.0  # seconds in which the worker had the word
-    overhead: float | None = None
-    granted: Granted | None = None
-    bill: Bill | None = None  # when somebody wants to know what it used
-    trace: Trace | None = None  # when it is sampled
-    begun = False  # a worker may have worked on it
-    repeated = False  # it went to a second worker though a first may have begun
-    unserved = False  # refused with 503: nobody has worked on it
-    client_left = False
+    __slots__ = (
+        "at", "backend", "began", "begun", "bill", "body", "client_left", "code", "exchange", "first",
+        "granted", "head", "means", "model", "overhead", "path", "ready", "repeated", "route", "seconds",
+        "send", "started", "status", "trace", "unserved", "waited", "weight", "who",
+    )  # fmt: skip
 
     def __init__(self, means: Means, path: bytes, head: Head, exchange: Exchange, send: Send) -> None:
         self.means = means
@@ -82,6 +68,25 @@ class Call:
         self.send = send
         self.at = time.time()
         self.began = self.ready = time.perf_counter()
+        self.status = 500
+        self.code: str | None = None
+        self.started = False  # the answer has begun
+        self.model = ""
+        self.backend: Backend | None = None
+        self.who: Identity | None = None
+        self.body: bytes | None = None  # its beginning, where it is to be written down
+        self.weight = 1  # sequences that a worker computes for it
+        self.seconds = 0.0  # until its end
+        self.first: float | None = None  # seconds until the first piece of a good answer
+        self.waited = 0.0  # seconds in which the worker had the word
+        self.overhead: float | None = None
+        self.granted: Granted | None = None
+        self.bill: Bill | None = None  # when somebody wants to know what it used
+        self.trace: Trace | None = None  # when it is sampled
+        self.begun = False  # a worker may have worked on it
+        self.repeated = False  # it went to a second worker though a first may have begun
+        self.unserved = False  # refused with 503: nobody has worked on it
+        self.client_left = False
 
     def own_lines(self) -> bytes:
         """The headers of an answer that are the gateway's own."""

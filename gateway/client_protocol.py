@@ -205,7 +205,7 @@ class ClientProtocol(asyncio.Protocol):
         if not exchange.keep_alive:
             self._transport.close()
             return
-        self._resume_reading()
+        self.resume_reading()
         if self._queue:
             self._start(self._queue.popleft())
         elif self._refusal is not None:
@@ -245,15 +245,13 @@ class ClientProtocol(asyncio.Protocol):
             self._drained = self.loop.create_future()
             await self._drained
 
-    def body_taken(self) -> None:
-        self._resume_reading()
-
     def _pause_reading(self) -> None:
         if not self._read_paused:
             self._read_paused = True
             self._transport.pause_reading()
 
-    def _resume_reading(self) -> None:
+    def resume_reading(self) -> None:
+        """There is room again for more of a body, or for another request."""
         if self._read_paused and not self._transport.is_closing():
             self._read_paused = False
             self._body_since = 0.0  # what the client could not send meanwhile isn't its fault

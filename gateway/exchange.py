@@ -40,7 +40,7 @@ class Wire(Protocol):
     def default_lines(self) -> bytes: ...
     async def drain(self) -> None: ...
     def close(self) -> None: ...
-    def body_taken(self) -> None: ...
+    def resume_reading(self) -> None: ...
     def answered(self, exchange: Exchange) -> None: ...
 
 
@@ -101,11 +101,13 @@ class Exchange:
         if not self.complete:
             self._pieces.append(data)
             self.buffered += len(data)
-            self._wake()
+            if self._waiter is not None:
+                self._wake()
 
     def feed_end(self) -> None:
         self._body_ended = True
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def leave(self) -> None:
         """The client has gone, or was told something else than this answer."""
@@ -128,7 +130,7 @@ class Exchange:
             self._expects_continue = False
             if not self.started:
                 self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._wire.body_taken()
+        self._wire.resume_reading()
         while not (self.disconnected or self.complete):
             if self._pieces or self._body_ended:
                 return self._taken()
@@ -144,7 +146,7 @@ class Exchange:
         and this is a fraction of what `receive` takes."""
         if not self._body_ended or self.buffered > most or self._expects_continue or self.disconnected:
             return None
-        self._wire.body_taken()
+        self._wire.resume_reading()
         self._body_ended = None
         return self._taken_pieces()
 
@@ -254,5 +256,6 @@ class Exchange:
             self.complete = True
             if self.buffered:
                 self._taken_pieces()  # nobody reads them any more
-            self._wake()
+            if self._waiter is not None:
+                self._wake()
             self._wire.answered(self)

@@ -37,7 +37,7 @@ class Counter:
         self._numbers: dict[Labels, memoryview[float]] = {}
 
     def inc(self, labels: Labels = (), by: float = 1.0) -> None:
-        self.numbers(labels)[0] += by
+        (self._numbers.get(labels) or self.numbers(labels))[0] += by
 
     def numbers(self, labels: Labels) -> memoryview[float]:
         """The one number of these labels, for who adds to it often."""

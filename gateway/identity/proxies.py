@@ -65,14 +65,11 @@ class TrustedProxies:
 
     def origin(self, headers: Headers, peer: Peer) -> Origin:
         """Where a request with these headers comes from. Never fails: what can't be read isn't believed."""
-        if peer is None:
-            address, trusted = LOCAL, self._unix
-        else:
-            address, trusted = self._read(peer[0]) or (peer[0], False)
-        if not trusted:
-            return Origin(address, False)
+        known = Origin(LOCAL, self._unix) if peer is None else self._read(peer[0]) or Origin(peer[0], False)
+        if not known.trusted:
+            return known
         lines = [value for name, value in headers if name == self._name]
-        return Origin(self._walk(b",".join(lines), address), True) if lines else Origin(address, True)
+        return Origin(self._walk(b",".join(lines), known.address), True) if lines else known
 
     def _walk(self, value: bytes, address: str) -> str:
         """The right-most address in `value` that isn't a trusted proxy's, else the last readable one."""

@@ -65,9 +65,10 @@ class MemoryLimiter:
         for rule in rules:
             if isinstance(rule, RateRule):
                 stored = rates.get(rule.key)
-                value = (
-                    0 if stored is None else present_backlog(stored[0] - now, stored[1], stored[2], rule.rate)
-                )
+                if stored is None or stored[0] <= now:
+                    value = 0
+                else:
+                    value = present_backlog(stored[0] - now, stored[1], stored[2], rule.rate)
                 admitted = admitted and value + rule.increment <= rule.rate.tolerance
             else:
                 value = held.get(rule.key, 0)

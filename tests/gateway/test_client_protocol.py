@@ -134,7 +134,7 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
-    def body_taken(self) -> None:
+    def resume_reading(self) -> None:
         pass
 
     def answered(self, exchange: Exchange) -> None:
