@@ -7,6 +7,8 @@ for each request, and knows no bounded heads, no time limits and no JSON errors.
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 from collections import deque
 from typing import Any, cast
 
@@ -25,11 +27,19 @@ HEAD_SECONDS = 30.0  # in which a request's head must arrive
 LINGER_SECONDS = 2.0
 LAST_CALL_SECONDS = 1.0  # for idle connections of a process that ends
 LAST_LOOK_SECONDS = 0.05
+LEAVING_SECONDS = 0.5  # between two looks for a client's leaving while nothing is read
 PIPELINE_LIMIT = 8
 BODY_SECONDS = 60.0  # in which a body may come as slowly as its client likes
 SLOWEST_BODY = 1024  # bytes a second, after that and on average
 MOST_UNREAD = 8 * 1024**2  # bytes of a body that may come after the answer
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
+
+
+def has_left(connection: socket.socket) -> bool:
+    """Whether the other side has closed, behind bytes that nobody has read yet."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 class ClientProtocol(asyncio.Protocol):
@@ -41,8 +51,8 @@ class ClientProtocol(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_since", "_body_size", "_deadline", "_default_headers", "_default_lines", "_drained",
-        "_gone", "_keep_alive", "_latest", "_leaving", "_looked", "_queue", "_read_paused", "_reader",
-        "_refusal", "_running", "_server_state", "_silence", "_started", "_task", "_transport", "loop",
+        "_gone", "_keep_alive", "_latest", "_leave_look", "_leaving", "_looked", "_queue",
+        "_read_paused", "_reader", "_refusal", "_running", "_server_state", "_silence", "_started", "_task", "_transport", "loop",
         "write", "write_paused",
     )  # fmt: skip
 
@@ -78,6 +88,7 @@ class ClientProtocol(asyncio.Protocol):
         self._looked = False
         self._body_size = 0  # of the pieces that hold it
         self._body_since = 0.0  # loop time since which they are waited for; 0: none has come yet
+        self._leave_look = Deadline(self.loop, self._look_for_leaving)  # while nothing is read
         self._deadline = Deadline(self.loop, self._on_late)  # until when something must have come
 
     # --- asyncio.Protocol
@@ -93,6 +104,7 @@ class ClientProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
         self._deadline.cancel()
+        self._leave_look.cancel()
         self.resume_writing()
         self._gone = True
         running, self._running, self._latest = self._running, None, None
@@ -249,6 +261,16 @@ class ClientProtocol(asyncio.Protocol):
         if not self._read_paused:
             self._read_paused = True
             self._transport.pause_reading()
+            self._leave_look.set(self.loop.time() + LEAVING_SECONDS)
+
+    def _look_for_leaving(self) -> None:
+        """A client's end lies behind what isn't read, and is found by asking the kernel."""
+        if not self._read_paused or self._transport.is_closing():
+            return
+        if has_left(self._transport.get_extra_info("socket")):
+            self._transport.abort()
+        else:
+            self._leave_look.set(self.loop.time() + LEAVING_SECONDS)
 
     def resume_reading(self) -> None:
         """There is room again for more of a body, or for another request."""

@@ -73,12 +73,14 @@ async def test_in_a_stream(tmp_path: Path) -> None:
         await rig.idle()
 
 
-async def test_with_more_requests_pipelined_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [3, 100])
+async def test_with_more_requests_pipelined_behind(tmp_path: Path, more: int) -> None:
+    """Also more than are read before the first is answered."""
     async with one_worker(tmp_path) as rig:
         _, writer = await send(rig, do="hang")
         await until(lambda: rig.workers[0].requests)
         await asyncio.sleep(0.1)
-        writer.write(http_post(b'{"model":"m"}') * 3)
+        writer.write(http_post(b'{"model":"m"}') * more)
         await asyncio.sleep(0.1)
         assert await leave(rig, writer) < AT_ONCE
         await rig.idle()
