@@ -52,8 +52,8 @@ class ClientProtocol(asyncio.Protocol):
     __slots__ = (
         "_app", "_body_since", "_body_size", "_deadline", "_default_headers", "_default_lines", "_drained",
         "_gone", "_keep_alive", "_latest", "_leave_look", "_leaving", "_looked", "_queue",
-        "_read_paused", "_reader", "_refusal", "_running", "_server_state", "_silence", "_started", "_task", "_transport", "loop",
-        "write", "write_paused",
+        "_read_paused", "_reader", "_refusal", "_running", "_server_state", "_silence", "_started", "_task",
+        "_transport", "loop", "write", "write_paused",
     )  # fmt: skip
 
     def __init__(
