@@ -1,8 +1,11 @@
 """Decode attention on a CPU: `attention_cpu.py`'s decodes, compiled; keys and values are read where they lie.
 
-A task is a KV head of a sequence: its group of query heads goes over BLOCK positions at a time with a running
-maximum (Milakov & Gimelshein 2018, arXiv:1805.02867), so no memory grows with a context. Whichever thread is
-free takes the next task; results depend neither on that nor on what else is in the batch.
+A task is a KV head of a sequence: its group of query heads goes over a block of positions at a time with a
+running maximum (Milakov & Gimelshein 2018, arXiv:1805.02867), so no memory grows with a context. Whichever
+thread is free takes the next task; results depend neither on that nor on what else is in the batch.
+
+One row is bound by instructions, not by memory, at any length of context. So what is loaded is used for
+several heads at once, and the lanes of four positions' products are summed together.
 """
 
 from __future__ import annotations
@@ -13,10 +16,26 @@ from functools import lru_cache
 from typing import Any
 
 from kernels.cpu import LANES
-from kernels.cpu_jit import F32, I32, I64, PTR, V8, Module, at, constant, exp, loop, math, splat, stack, total
+from kernels.cpu_jit import (
+    F32,
+    I32,
+    I64,
+    PTR,
+    Module,
+    at,
+    constant,
+    exp,
+    ir,
+    loop,
+    math,
+    splat,
+    stack,
+    total,
+    vector_registers,
+)
 
-BLOCK = 2 * LANES  # positions
 SUMS = 8  # vectors of a head that are summed in registers at a time
+FOUR = 4  # positions whose scores are computed together
 FIELDS = {
     "q": PTR, "q_row": I64, "q_head": I64, "k_cache": PTR, "v_cache": PTR, "page": I64, "head": I64,
     "slot": I64, "page_size": I64, "tables": PTR, "table": I64, "lengths": PTR, "out": PTR, "rows": I64,
@@ -25,26 +44,30 @@ FIELDS = {
 
 
 class Decode:
-    """Builds the kernel `decode` for heads of `dim` elements, a multiple of LANES, `group` of them a KV head.
+    """Builds the kernel `decode` for heads of `dim` elements, a multiple of LANES, `group` of them a KV head,
+    in vectors of `width` elements, of which there are `registers`.
 
     Strides are in elements: q_row and q_head of q; page, head and slot of both caches; table of the block
     tables.
     """
 
-    def __init__(self, module: Module, dim: int, group: int) -> None:
-        self.module, self.dim, self.group = module, dim, group
+    def __init__(self, module: Module, dim: int, group: int, width: int, registers: int) -> None:
+        self.module, self.dim, self.group, self.width = module, dim, group, width
+        self.vector = ir.VectorType(F32, width)
+        self.block = 2 * width  # positions
+        self.sums = registers // 2  # vectors that are summed at a time; the rest are for what is loaded
         module.kernel("decode", FIELDS, self._part)
 
     def _part(self, b: Any, job: Any) -> None:
         sizes = {
             "q": self.group * self.dim,
-            "scores": self.group * BLOCK,
+            "scores": self.group * self.block,
             "maxima": self.group,
             "sums": self.group,
         }
         for name, size in sizes.items():
             setattr(job, f"{name}_here", stack(b, F32, size))
-        job.offsets = stack(b, I64, BLOCK)
+        job.offsets = stack(b, I64, self.block)
         head, task_of, done = (b.append_basic_block(name) for name in ("next", "task", "done"))
         b.branch(head)
         b.position_at_end(head)
@@ -61,12 +84,12 @@ class Decode:
         q = at(b, job.q, b.mul(row, job.q_row), b.mul(first_head, job.q_head))
         heads = b.mul(job.kv_heads, I64(self.group))
         out = at(b, job.out, b.mul(b.add(b.mul(row, heads), first_head), I64(self.dim)))
-        scale = splat(b, job.scale)
+        scale = splat(b, job.scale, self.vector)
         for g in range(self.group):
-            for d in range(0, self.dim, LANES):
+            for d in range(0, self.dim, self.width):
                 value = self._load(b, q, b.mul(I64(g), job.q_head), I64(d))
                 b.store(b.fmul(value, scale), at(b, job.q_here, I64(g * self.dim + d)), align=4)
-                b.store(constant(0.0), at(b, out, I64(g * self.dim + d)), align=4)
+                b.store(constant(0.0, self.vector), at(b, out, I64(g * self.dim + d)), align=4)
             b.store(F32(-numbers.inf), at(b, job.maxima_here, I64(g)))
             b.store(F32(0.0), at(b, job.sums_here, I64(g)))
         length = b.sext(b.load(at(b, job.lengths, row, of=I32), typ=I32), I64)
@@ -79,31 +102,36 @@ class Decode:
         count = b.sub(length, first)
 
         def block(i: Any) -> None:
-            start = b.mul(i, I64(BLOCK))
+            start = b.mul(i, I64(self.block))
             rest = b.sub(count, start)
-            here = b.select(b.icmp_signed("<", rest, I64(BLOCK)), rest, I64(BLOCK))
+            here = b.select(b.icmp_signed("<", rest, I64(self.block)), rest, I64(self.block))
             self._offsets(b, job, table, b.add(first, start), here)
             self._scores(b, job, keys, here)
-            factors = [self._weights(b, job, g) for g in range(self.group)]
-            for g, factor in enumerate(factors):
-                for d in range(0, self.dim, SUMS * LANES):
-                    self._sum(
-                        b, job, values, here, out, g, range(d, min(d + SUMS * LANES, self.dim), LANES), factor
-                    )
+            seen = self._seen(b, here)
+            factors = [self._weights(b, job, g, seen) for g in range(self.group)]
+            step = min(SUMS * self.width, self.dim)
+            heads = max(1, self.sums * self.width // step)
+            for g in range(0, self.group, heads):
+                some = range(g, min(g + heads, self.group))
+                for d in range(0, self.dim, step):
+                    dims = range(d, min(d + step, self.dim), self.width)
+                    self._sum(b, job, values, here, out, some, dims, factors)
 
-        loop(b, b.sdiv(b.add(count, I64(BLOCK - 1)), I64(BLOCK)), block)
+        loop(b, b.sdiv(b.add(count, I64(self.block - 1)), I64(self.block)), block)
         with b.if_then(b.icmp_signed(">", count, I64(0))):
             for g in range(self.group):
-                inverse = splat(b, b.fdiv(F32(1.0), b.load(at(b, job.sums_here, I64(g)), typ=F32)))
-                for d in range(0, self.dim, LANES):
+                inverse = b.fdiv(F32(1.0), b.load(at(b, job.sums_here, I64(g)), typ=F32))
+                inverse = splat(b, inverse, self.vector)
+                for d in range(0, self.dim, self.width):
                     value = self._load(b, out, I64(g * self.dim + d))
                     b.store(b.fmul(value, inverse), at(b, out, I64(g * self.dim + d)), align=4)
 
     def _load(self, b: Any, base: Any, *elements: Any) -> Any:
-        return b.load(at(b, base, *elements), typ=V8, align=4)
+        return b.load(at(b, base, *elements), typ=self.vector, align=4)
 
     def _offsets(self, b: Any, job: Any, table: Any, first: Any, count: Any) -> None:
-        """Where the keys, and the values, of the positions from `first` lie in the caches."""
+        """Where the keys, and the values, of the positions from `first` lie in the caches; up to a multiple of
+        FOUR the last of them again, so that nothing is read that the sequence never wrote."""
 
         def position(i: Any, page: Any, place: Any) -> list[Any]:
             number = b.sext(b.load(at(b, table, page, of=I32), typ=I32), I64)
@@ -114,37 +142,82 @@ class Decode:
             return [b.select(full, b.add(page, I64(1)), page), b.select(full, I64(0), place)]
 
         loop(b, count, position, b.sdiv(first, job.page_size), b.srem(first, job.page_size))
+        last = b.load(at(b, job.offsets, b.sub(count, I64(1)), of=I64), typ=I64)
+        behind = b.srem(b.sub(I64(self.block), count), I64(FOUR))
+        loop(b, behind, lambda i: b.store(last, at(b, job.offsets, count, i, of=I64)) and None)
 
     def _scores(self, b: Any, job: Any, keys: Any, count: Any) -> None:
-        for i in range(0, self.group * BLOCK, LANES):
-            b.store(constant(-numbers.inf), at(b, job.scores_here, I64(i)), align=4)
+        """Of `count` positions, up to a multiple of FOUR, for each head."""
+        step = self.sums // FOUR
 
-        def position(i: Any) -> None:
-            key = at(b, keys, b.load(at(b, job.offsets, i, of=I64), typ=I64))
-            sums = [constant(0.0)] * self.group
-            for d in range(0, self.dim, LANES):
-                value = self._load(b, key, I64(d))
-                sums = [
-                    math(
-                        self.module,
-                        b,
-                        "fma",
-                        self._load(b, job.q_here, I64(g * self.dim + d)),
-                        value,
-                        sums[g],
+        def four(i: Any) -> None:
+            first = b.mul(i, I64(FOUR))
+            places = [
+                at(b, keys, b.load(at(b, job.offsets, first, I64(n), of=I64), typ=I64)) for n in range(FOUR)
+            ]
+            for start in range(0, self.group, step):
+                heads = range(start, min(start + step, self.group))
+                sums = [[constant(0.0, self.vector)] * FOUR for _ in heads]
+                for d in range(0, self.dim, self.width):
+                    values = [self._load(b, place, I64(d)) for place in places]
+                    for n, g in enumerate(heads):
+                        q = self._load(b, job.q_here, I64(g * self.dim + d))
+                        sums[n] = [
+                            math(self.module, b, "fma", q, value, before)
+                            for value, before in zip(values, sums[n])
+                        ]
+                for n, g in enumerate(heads):
+                    b.store(
+                        self._totals(b, sums[n]),
+                        at(b, job.scores_here, I64(g * self.block), first),
+                        align=4,
                     )
-                    for g in range(self.group)
-                ]
-            for g in range(self.group):
-                b.store(total(self.module, b, sums[g]), at(b, job.scores_here, I64(g * BLOCK), i))
 
-        loop(b, count, position)
+        loop(b, b.sdiv(b.add(count, I64(FOUR - 1)), I64(FOUR)), four)
 
-    def _weights(self, b: Any, job: Any, g: int) -> Any:
+    def _totals(self, b: Any, vectors: list[Any]) -> Any:
+        """The sums of the lanes of FOUR vectors, as one of FOUR lanes."""
+
+        def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
+            """`lanes` of each quarter of x (0 to 3) and y (4 to 7)."""
+            quarters = range(0, x.type.count, FOUR)
+            mask = [
+                quarter + lane % FOUR + x.type.count * (lane // FOUR)
+                for quarter in quarters
+                for lane in lanes
+            ]
+            return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(mask)), mask))
+
+        def halved(x: Any, y: Any) -> Any:
+            return b.fadd(shuffled(x, y, [0, 4, 1, 5]), shuffled(x, y, [2, 6, 3, 7]))
+
+        x, y = halved(*vectors[:2]), halved(*vectors[2:])
+        sums = b.fadd(shuffled(x, y, [0, 1, 4, 5]), shuffled(x, y, [2, 3, 6, 7]))
+        while (half := sums.type.count // 2) >= FOUR:
+            low, high = (
+                b.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(I32, half), list(lanes)))
+                for lanes in (range(half), range(half, 2 * half))
+            )
+            sums = b.fadd(low, high)
+        return sums
+
+    def _seen(self, b: Any, count: Any) -> list[Any]:
+        """For each vector of a block's scores, which are of its first `count` positions."""
+        whole = ir.VectorType(I32, self.width)
+        end = splat(b, b.trunc(count, I32), whole)
+        places = [list(range(i, i + self.width)) for i in range(0, self.block, self.width)]
+        return [b.icmp_signed("<", ir.Constant(whole, place), end) for place in places]
+
+    def _weights(self, b: Any, job: Any, g: int, seen: list[Any]) -> Any:
         """A block's scores of head g to weights, beside the new maximum; by how much it scales what came
         before."""
-        places = [at(b, job.scores_here, I64(g * BLOCK + i)) for i in range(0, BLOCK, LANES)]
-        scores = [b.load(place, typ=V8, align=4) for place in places]
+        starts = range(0, self.block, self.width)
+        places = [at(b, job.scores_here, I64(g * self.block + i)) for i in starts]
+        hidden = constant(-numbers.inf, self.vector)
+        scores = [
+            b.select(there, b.load(place, typ=self.vector, align=4), hidden)
+            for there, place in zip(seen, places)
+        ]
         maximum = at(b, job.maxima_here, I64(g))
         old = b.load(maximum, typ=F32)
         new = math(
@@ -155,30 +228,44 @@ class Decode:
             total(self.module, b, math(self.module, b, "maxnum", *scores), "fmax"),
         )
         b.store(new, maximum)
-        weights = [exp(self.module, b, b.fsub(score, splat(b, new))) for score in scores]
+        weights = [exp(self.module, b, b.fsub(score, splat(b, new, self.vector))) for score in scores]
         for weight, place in zip(weights, places):
             b.store(weight, place, align=4)
-        factor = exp(self.module, b, splat(b, b.fsub(old, new)))
+        factor = exp(self.module, b, splat(b, b.fsub(old, new), self.vector))
         place = at(b, job.sums_here, I64(g))
         before = b.fmul(b.load(place, typ=F32), b.extract_element(factor, I32(0)))
         b.store(b.fadd(before, total(self.module, b, b.fadd(*weights))), place)
         return factor
 
     def _sum(
-        self, b: Any, job: Any, values: Any, count: Any, out: Any, g: int, dims: range, factor: Any
+        self,
+        b: Any,
+        job: Any,
+        values: Any,
+        count: Any,
+        out: Any,
+        heads: range,
+        dims: range,
+        factors: list[Any],
     ) -> None:
-        """out = out * factor + weights times values, over some of the elements of head g."""
-        places = [at(b, out, I64(g * self.dim + d)) for d in dims]
+        """out = out * factor + weights times values, over some of the elements of some heads."""
+        places = [at(b, out, I64(g * self.dim + d)) for g in heads for d in dims]
 
         def position(i: Any, *sums: Any) -> list[Any]:
-            value = at(b, values, b.load(at(b, job.offsets, i, of=I64), typ=I64))
-            weight = splat(b, b.load(at(b, job.scores_here, I64(g * BLOCK), i), typ=F32))
+            row = at(b, values, b.load(at(b, job.offsets, i, of=I64), typ=I64))
+            parts = [self._load(b, row, I64(d)) for d in dims]
+            weights = [
+                splat(b, b.load(at(b, job.scores_here, I64(g * self.block), i), typ=F32), self.vector)
+                for g in heads
+            ]
+            products = [(weight, part) for weight in weights for part in parts]
             return [
-                math(self.module, b, "fma", weight, self._load(b, value, I64(d)), total)
-                for d, total in zip(dims, sums)
+                math(self.module, b, "fma", weight, part, before)
+                for (weight, part), before in zip(products, sums)
             ]
 
-        before = [b.fmul(b.load(place, typ=V8, align=4), factor) for place in places]
+        scales = [factors[g] for g in heads for _ in dims]
+        before = [b.fmul(self._load(b, place), scale) for place, scale in zip(places, scales)]
         for place, after in zip(places, loop(b, count, position, *before)):
             b.store(after, place, align=4)
 
@@ -187,5 +274,6 @@ class Decode:
 def decode(dim: int, group: int) -> Callable[..., None]:
     """The kernel for these heads, compiled at the first call."""
     module = Module("cpu_decode")
-    Decode(module, dim, group)
+    width, registers = vector_registers()
+    Decode(module, dim, group, LANES if dim % width else width, registers)
     return module.compile().function("decode")
