@@ -21,14 +21,16 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch
 from kernels.cache_rows import as_rows, row_ids
-from kernels.cpu import LANES, compiled
+from kernels.cpu import LANES, TASK_ROWS, compiled
 
 GROUP_COST = 250  # what one more group costs, in tokens of padding it would have to save (two threads, Zen 3)
 GROUP_TOKENS = (
     4096  # and how many tokens of keys, padding included, stay in the cache between gather and GEMM
 )
 SUM = 0  # embedding_bag's mode
-FEW = 16  # tokens of a prompt that are computed as if each decoded: gathering their context takes longer
+FEW = (
+    TASK_ROWS  # tokens of a prompt that are computed as if each decoded: gathering their context takes longer
+)
 
 
 class _DecodeGroup(NamedTuple):
@@ -148,16 +150,18 @@ def _decode_compiled(
     lengths: Tensor,
     scale: float,
     window: int,
+    task_rows: int = 1,
 ) -> Tensor:
-    """A sequence a row: `tables` [B, pages], which may be one row repeated, and `lengths` [B]."""
+    """A sequence a row: `tables` [B, pages], which may be one row repeated, and `lengths` [B]. `task_rows`:
+    so many of the same sequence, of lengths that ascend, are computed together."""
     rows, heads, dim = q.shape
     _, kv_heads, page_size, _ = k_cache.shape
     out = torch.empty((rows, heads, dim))
-    threads = min(torch.get_num_threads(), rows * kv_heads)
+    threads = min(torch.get_num_threads(), -(-rows // task_rows) * kv_heads)
     kernel(
         q.data_ptr(), *q.stride()[:2], k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3],
         page_size, tables.data_ptr(), tables.stride(0), lengths.data_ptr(), out.data_ptr(), rows,
-        kv_heads, window, scale, threads,
+        task_rows, kv_heads, window, scale, threads,
     )  # fmt: skip
     return out
 
@@ -232,9 +236,11 @@ def _prefill(
         if isinstance(chunk, _Few):
             assert kernels is not None
             kernel = kernels.decode(q.shape[2], q.shape[1] // k_cache.shape[1])
+            task_rows = -(-len(chunk.lengths) * k_cache.shape[1] // torch.get_num_threads())
+            task_rows = max(1, min(task_rows, len(chunk.lengths), TASK_ROWS))
             rows, tables = q[chunk.start : chunk.end], chunk.table.expand(len(chunk.lengths), -1)
             out[chunk.start : chunk.end] = _decode_compiled(
-                kernel, rows, k_cache, v_cache, tables, chunk.lengths, scale, window
+                kernel, rows, k_cache, v_cache, tables, chunk.lengths, scale, window, task_rows
             )
             continue
         start, end, rows, mask = chunk

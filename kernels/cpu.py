@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 LANES = 8  # float32 values in a vector: one of AVX2, two of NEON; sizes that aren't multiples are torch's
+TASK_ROWS = 16  # of a piece of a prompt that one task of `decode` attends for, at most
 PARALLEL_ROWS = 64  # from which a kernel over rows takes more threads than the caller's
 
 

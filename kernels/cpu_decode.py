@@ -1,11 +1,13 @@
 """Decode attention on a CPU: `attention_cpu.py`'s decodes, compiled; keys and values are read where they lie.
 
-A task is a KV head of a sequence: its group of query heads goes over a block of positions at a time with a
-running maximum (Milakov & Gimelshein 2018, arXiv:1805.02867), so no memory grows with a context. Whichever
-thread is free takes the next task; results depend neither on that nor on what else is in the batch.
+A task is a KV head of a row, or of a few rows of the same sequence: its group of query heads goes over a
+block of positions at a time with a running maximum (Milakov & Gimelshein 2018, arXiv:1805.02867), so no
+memory grows with a context. Whichever thread is free takes the next task. A row's result depends neither on
+that, nor on what else is in the batch, nor on how many rows a task has.
 
-One row is bound by instructions, not by memory, at any length of context. So what is loaded is used for
-several heads at once, and the lanes of four positions' products are summed together.
+A row's work is bound by instructions while its keys and values come from a near cache: what is loaded is used
+for several heads at once, and the lanes of four positions' products are summed together. A long context comes
+from further away: the rows of a task go over it a segment at a time, one after the other.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from __future__ import annotations
 import math as numbers
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
-from kernels.cpu import LANES
+from llvmlite import ir
+
+from kernels.cpu import LANES, TASK_ROWS
 from kernels.cpu_jit import (
     F32,
     I32,
@@ -23,9 +28,9 @@ from kernels.cpu_jit import (
     PTR,
     Module,
     at,
+    ceil_div,
     constant,
     exp,
-    ir,
     loop,
     math,
     splat,
@@ -35,11 +40,12 @@ from kernels.cpu_jit import (
 )
 
 SUMS = 8  # vectors of a head that are summed in registers at a time
+SEGMENT = 2**17  # elements of keys, and as many of values: half a MiB each, for an L2 cache of one MiB up
 FOUR = 4  # positions whose scores are computed together
 FIELDS = {
     "q": PTR, "q_row": I64, "q_head": I64, "k_cache": PTR, "v_cache": PTR, "page": I64, "head": I64,
     "slot": I64, "page_size": I64, "tables": PTR, "table": I64, "lengths": PTR, "out": PTR, "rows": I64,
-    "kv_heads": I64, "window": I64, "scale": F32,
+    "task_rows": I64, "kv_heads": I64, "window": I64, "scale": F32,
 }  # fmt: skip
 
 
@@ -48,13 +54,15 @@ class Decode:
     in vectors of `width` elements, of which there are `registers`.
 
     Strides are in elements: q_row and q_head of q; page, head and slot of both caches; table of the block
-    tables.
+    tables. task_rows, up to TASK_ROWS: of several, each of a task's rows sees at least as many tokens as the
+    one before.
     """
 
     def __init__(self, module: Module, dim: int, group: int, width: int, registers: int) -> None:
         self.module, self.dim, self.group, self.width = module, dim, group, width
         self.vector = ir.VectorType(F32, width)
         self.block = 2 * width  # positions
+        self.segment = max(1, SEGMENT // (dim * self.block)) * self.block  # positions
         self.sums = registers // 2  # vectors that are summed at a time; the rest are for what is loaded
         module.kernel("decode", FIELDS, self._part)
 
@@ -62,8 +70,8 @@ class Decode:
         sizes = {
             "q": self.group * self.dim,
             "scores": self.group * self.block,
-            "maxima": self.group,
-            "sums": self.group,
+            "maxima": TASK_ROWS * self.group,
+            "sums": TASK_ROWS * self.group,
         }
         for name, size in sizes.items():
             setattr(job, f"{name}_here", stack(b, F32, size))
@@ -72,66 +80,109 @@ class Decode:
         b.branch(head)
         b.position_at_end(head)
         number = b.atomic_rmw("add", job.counter, I64(1), "monotonic")
-        b.cbranch(b.icmp_signed("<", number, b.mul(job.rows, job.kv_heads)), task_of, done)
+        tasks = b.mul(ceil_div(b, job.rows, job.task_rows), job.kv_heads)
+        b.cbranch(b.icmp_signed("<", number, tasks), task_of, done)
         b.position_at_end(task_of)
         self._task(b, job, b.sdiv(number, job.kv_heads), b.srem(number, job.kv_heads))
         b.branch(head)
         b.position_at_end(done)
 
-    def _task(self, b: Any, job: Any, row: Any, kv_head: Any) -> None:
-        """KV head number `kv_head` of sequence number `row`."""
-        first_head = b.mul(kv_head, I64(self.group))
-        q = at(b, job.q, b.mul(row, job.q_row), b.mul(first_head, job.q_head))
-        heads = b.mul(job.kv_heads, I64(self.group))
-        out = at(b, job.out, b.mul(b.add(b.mul(row, heads), first_head), I64(self.dim)))
-        scale = splat(b, job.scale, self.vector)
-        for g in range(self.group):
-            for d in range(0, self.dim, self.width):
-                value = self._load(b, q, b.mul(I64(g), job.q_head), I64(d))
-                b.store(b.fmul(value, scale), at(b, job.q_here, I64(g * self.dim + d)), align=4)
-                b.store(constant(0.0, self.vector), at(b, out, I64(g * self.dim + d)), align=4)
-            b.store(F32(-numbers.inf), at(b, job.maxima_here, I64(g)))
-            b.store(F32(0.0), at(b, job.sums_here, I64(g)))
+    def _task(self, b: Any, job: Any, task: Any, kv_head: Any) -> None:
+        """KV head number `kv_head` of rows number `task` * task_rows and those behind it."""
+        before = b.mul(task, job.task_rows)
+        rest = b.sub(job.rows, before)
+        count = b.select(b.icmp_signed("<", rest, job.task_rows), rest, job.task_rows)
+
+        def row(i: Any) -> Any:
+            return self._row(b, job, b.add(before, i), i, kv_head)
+
+        loop(b, count, lambda i: self._begin(b, row(i)))
+        start, _ = self._bounds(b, job, before)
+        _, end = self._bounds(b, job, b.sub(b.add(before, count), I64(1)))
+        start = b.sdiv(start, I64(self.segment))
+
+        def segment(i: Any) -> None:
+            first = b.mul(b.add(start, i), I64(self.segment))
+            loop(b, count, lambda i: self._attend(b, row(i), first))
+
+        loop(b, b.sub(ceil_div(b, end, I64(self.segment)), start), segment)
+        loop(b, count, lambda i: self._end(b, row(i)))
+
+    def _bounds(self, b: Any, job: Any, row: Any) -> tuple[Any, Any]:
+        """The first position that a row sees, and the one behind the last."""
         length = b.sext(b.load(at(b, job.lengths, row, of=I32), typ=I32), I64)
         unseen = b.sub(length, job.window)
         limited = b.and_(b.icmp_signed(">", job.window, I64(0)), b.icmp_signed(">", unseen, I64(0)))
-        first = b.select(limited, unseen, I64(0))
-        table = at(b, job.tables, b.mul(row, job.table), of=I32)
+        return b.select(limited, unseen, I64(0)), length
+
+    def _row(self, b: Any, job: Any, row: Any, place: Any, kv_head: Any) -> Any:
+        """The job as row number `row`, the one at `place` in its task, sees it."""
+        here = SimpleNamespace(**vars(job))
+        first_head = b.mul(kv_head, I64(self.group))
+        heads = b.mul(job.kv_heads, I64(self.group))
+        here.q = at(b, job.q, b.mul(row, job.q_row), b.mul(first_head, job.q_head))
+        here.out = at(b, job.out, b.mul(b.add(b.mul(row, heads), first_head), I64(self.dim)))
+        here.table = at(b, job.tables, b.mul(row, job.table), of=I32)
+        here.first, here.end = self._bounds(b, job, row)
         shift = b.mul(kv_head, job.head)
-        keys, values = at(b, job.k_cache, shift), at(b, job.v_cache, shift)
-        count = b.sub(length, first)
+        here.keys, here.values = at(b, job.k_cache, shift), at(b, job.v_cache, shift)
+        here.maxima_here, here.sums_here = (
+            at(b, base, b.mul(place, I64(self.group))) for base in (job.maxima_here, job.sums_here)
+        )
+        return here
+
+    def _begin(self, b: Any, row: Any) -> None:
+        for g in range(self.group):
+            for d in range(0, self.dim, self.width):
+                b.store(constant(0.0, self.vector), at(b, row.out, I64(g * self.dim + d)), align=4)
+            b.store(F32(-numbers.inf), at(b, row.maxima_here, I64(g)))
+            b.store(F32(0.0), at(b, row.sums_here, I64(g)))
+
+    def _attend(self, b: Any, row: Any, segment: Any) -> None:
+        """To what the row sees of the segment from that position on."""
+        scale = splat(b, row.scale, self.vector)
+        for g in range(self.group):
+            for d in range(0, self.dim, self.width):
+                value = self._load(b, row.q, b.mul(I64(g), row.q_head), I64(d))
+                b.store(b.fmul(value, scale), at(b, row.q_here, I64(g * self.dim + d)), align=4)
+        behind = b.add(segment, I64(self.segment))
+        first = b.select(b.icmp_signed(">", row.first, segment), row.first, segment)
+        end = b.select(b.icmp_signed("<", row.end, behind), row.end, behind)
+        count = b.sub(end, first)
 
         def block(i: Any) -> None:
             start = b.mul(i, I64(self.block))
             rest = b.sub(count, start)
             here = b.select(b.icmp_signed("<", rest, I64(self.block)), rest, I64(self.block))
-            self._offsets(b, job, table, b.add(first, start), here)
-            self._scores(b, job, keys, here)
+            self._offsets(b, row, row.table, b.add(first, start), here)
+            self._scores(b, row, row.keys, here)
             seen = self._seen(b, here)
-            factors = [self._weights(b, job, g, seen) for g in range(self.group)]
+            factors = [self._weights(b, row, g, seen) for g in range(self.group)]
             step = min(SUMS * self.width, self.dim)
             heads = max(1, self.sums * self.width // step)
             for g in range(0, self.group, heads):
                 some = range(g, min(g + heads, self.group))
                 for d in range(0, self.dim, step):
                     dims = range(d, min(d + step, self.dim), self.width)
-                    self._sum(b, job, values, here, out, some, dims, factors)
+                    self._sum(b, row, row.values, here, row.out, some, dims, factors)
 
-        loop(b, b.sdiv(b.add(count, I64(self.block - 1)), I64(self.block)), block)
-        with b.if_then(b.icmp_signed(">", count, I64(0))):
+        loop(b, ceil_div(b, count, I64(self.block)), block)
+
+    def _end(self, b: Any, row: Any) -> None:
+        with b.if_then(b.icmp_signed(">", row.end, I64(0))):
             for g in range(self.group):
-                inverse = b.fdiv(F32(1.0), b.load(at(b, job.sums_here, I64(g)), typ=F32))
+                inverse = b.fdiv(F32(1.0), b.load(at(b, row.sums_here, I64(g)), typ=F32))
                 inverse = splat(b, inverse, self.vector)
                 for d in range(0, self.dim, self.width):
-                    value = self._load(b, out, I64(g * self.dim + d))
-                    b.store(b.fmul(value, inverse), at(b, out, I64(g * self.dim + d)), align=4)
+                    value = self._load(b, row.out, I64(g * self.dim + d))
+                    b.store(b.fmul(value, inverse), at(b, row.out, I64(g * self.dim + d)), align=4)
 
     def _load(self, b: Any, base: Any, *elements: Any) -> Any:
         return b.load(at(b, base, *elements), typ=self.vector, align=4)
 
     def _offsets(self, b: Any, job: Any, table: Any, first: Any, count: Any) -> None:
-        """Where the keys, and the values, of the positions from `first` lie in the caches; up to a multiple of
-        FOUR the last of them again, so that nothing is read that the sequence never wrote."""
+        """Where the keys, and the values, of the positions from `first` lie in the caches; up to a multiple
+        of FOUR the last of them again, so that nothing is read that the sequence never wrote."""
 
         def position(i: Any, page: Any, place: Any) -> list[Any]:
             number = b.sext(b.load(at(b, table, page, of=I32), typ=I32), I64)

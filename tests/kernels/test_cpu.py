@@ -10,8 +10,9 @@ import torch
 
 from kernels import attention_cpu, cpu, norm, packed_matrix, rope_cache
 from kernels.attention import paged_attention, paged_attention_reference
+from kernels.cpu_decode import Decode
 from kernels.cpu_gemm import Gemm
-from kernels.cpu_jit import Module
+from kernels.cpu_jit import Module, vector_registers
 from kernels.linear import linear_reference
 from kernels.norm import rms_norm, rms_norm_reference
 from kernels.rope_cache import rope_and_cache, rope_and_cache_reference
@@ -105,3 +106,32 @@ def test_without_llvmlite_there_are_none(
     with caplog.at_level(logging.WARNING, "kernels.cpu"):
         assert cpu.compiled.__wrapped__() is None
     assert "llvmlite" in caplog.text
+
+
+@pytest.mark.parametrize("registers", [(8, 16), (16, 32)])  # AVX2's and AVX-512's
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (128, 1), (32, 7)])
+@pytest.mark.parametrize("window", [0, 1500])
+def test_rows_of_a_sequence_that_share_what_they_read(
+    registers: tuple[int, int], dim: int, group: int, window: int
+) -> None:
+    """A piece of a prompt whose context is several segments: as the reference has it, and to the bit the same
+    however many rows a task has."""
+    module = Module("decode")
+    kernel_of = Decode(module, dim, group, *min(registers, vector_registers()))  # or what the CPU has
+    kernel = module.compile().function("decode")
+    rows, length = 13, 2 * kernel_of.segment + 5  # the first rows end before the last segment
+    shape = {"q_heads": 2 * group, "kv_heads": 2, "head_dim": dim, "page_size": 16}
+    case = paged_case([length], [rows], **shape)
+    lengths = torch.arange(length - rows + 1, length + 1, dtype=torch.int32)
+    one, five, all_ = (
+        attention_cpu._decode_compiled(
+            kernel, case.q, case.k_cache, case.v_cache, case.batch.block_tables.expand(rows, -1), lengths,
+            0.125, window, task_rows,
+        )
+        for task_rows in (1, 5, cpu.TASK_ROWS)
+    )  # fmt: skip
+    assert_close(
+        one, paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, 0.125, window)
+    )
+    assert torch.equal(one, five)
+    assert torch.equal(one, all_)
