@@ -121,7 +121,7 @@ def why_unreachable(state: StateDir, error: Exception) -> str:
         )
     if _is_denied(state):
         return f"the fleet in {state.root} is another user's, who alone may ask it ({as_owner(state.root)})"
-    return _none_up(state)
+    return _displaced(state) or _none_up(state)
 
 
 def as_owner(path: Path) -> str:
@@ -137,6 +137,17 @@ def as_owner(path: Path) -> str:
 
 def _none_up(state: StateDir) -> str:
     return f"no fleet is up in {state.root}; `pagefleet up FILE` starts one, --state-dir names another"
+
+
+def _displaced(state: StateDir) -> str | None:
+    """What to do where something else has the place of a running fleet's socket."""
+    place = state.admin_socket
+    if not os.path.lexists(place) or place.is_socket() or not state.is_held():
+        return None
+    return (
+        f"the supervisor in {state.root} (process {state.holder or 'unknown'}) can't be asked: {place} is no "
+        "socket; move it away, and the supervisor makes its own there within seconds"
+    )
 
 
 def _is_denied(state: StateDir) -> bool:
@@ -185,6 +196,8 @@ def ask_if_it_answers(state: StateDir, method: str, path: str) -> FleetStatus | 
         except (httpx.TransportError, OSError) as error:
             if isinstance(error, httpx.ConnectError) and _is_denied(state):
                 fail(why_unreachable(state, error))
+            if displaced := _displaced(state):
+                raise Silent(displaced) from None
             return None
         except msgspec.MsgspecError:
             fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")

@@ -93,6 +93,10 @@ class StateDir:
             for path in directory.iterdir():
                 if path.suffix in _ENDINGS or path == self._sockets_elsewhere:
                     self._check_file(path)
+                elif path.suffix == ".sock" and path.is_dir():
+                    raise InvalidFleet(
+                        f"state_dir {self.root} can't be used: {path} is a directory; move it away"
+                    )
 
     def _check_file(self, path: Path) -> None:
         try:
@@ -132,6 +136,20 @@ class StateDir:
             return (self.root / LOCK).read_text(errors="replace")[:32].strip()
         except OSError:
             return ""
+
+    def is_held(self) -> bool:
+        """Whether some supervisor has the lock."""
+        try:
+            lock = os.open(self.root / LOCK, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
 
     def is_ours(self) -> bool:
         """Whether the lock that is held is the one that others find."""
@@ -237,7 +255,8 @@ class StateDir:
         directory = self.sockets
         for path in directory.glob("*.sock"):
             if path.name not in keep:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(IsADirectoryError):  # somebody's, not ours
+                    path.unlink(missing_ok=True)
         if directory != self.run:
             if _is_our_own(directory):
                 shutil.rmtree(directory, ignore_errors=True)

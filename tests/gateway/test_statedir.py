@@ -155,6 +155,16 @@ def test_a_pipe_is_not_waited_for_while_a_fleet_runs(tmp_path: Path) -> None:
         read_file(tmp_path)
 
 
+def test_a_directory_in_the_place_of_a_socket(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.make()
+    (state.run / "admin.sock").mkdir()
+    with pytest.raises(InvalidFleet, match=r"admin\.sock is a directory; move it away"):
+        state.check()
+    state.remove_sockets()
+    assert (state.run / "admin.sock").is_dir()
+
+
 def test_the_lock_is_free_again_after_that(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     state.make()

@@ -127,6 +127,33 @@ async def test_a_path_too_long_for_sockets_has_them_elsewhere(
     assert not sockets.exists()
 
 
+@pytest.mark.parametrize("what", ["directory", "link to nothing"])
+async def test_something_else_in_the_place_of_the_admin_socket(tmp_path: Path, what: str) -> None:
+    """It isn't said that no fleet is up, and what to do is true."""
+    async with running(fleet_file(tmp_path, "ok")) as fleet:
+        await fleet.until_state("ok-0", "ready")
+        place = fleet.state.admin_socket
+        state = ["--state-dir", str(fleet.state.root)]
+        place.unlink()
+        if what == "directory":
+            place.mkdir()
+            (place / "kept").touch()
+            for command in (
+                ["status"],
+                ["swap", "start", "ok", "--set", "max_num_seqs=2"],
+                ["swap", "status"],
+            ):
+                done = await asyncio.to_thread(CliRunner().invoke, pagefleet, [*command, *state])
+                assert done.exit_code != 0, command
+                assert f"{place} is no socket; move it away" in done.stderr, command
+            place.rename(tmp_path / "moved")
+        else:
+            place.symlink_to(tmp_path / "nothing")
+        await fleet.until(lambda: place.is_socket() and not place.is_symlink())
+        done = await asyncio.to_thread(CliRunner().invoke, pagefleet, ["status", *state])
+        assert done.exit_code == 0, done.output
+
+
 def test_a_detached_fleet_is_as_private_and_its_log_is_true(tmp_path: Path) -> None:
     path = fleet_file(tmp_path, "ok")
     state = StateDir(tmp_path / "state")
