@@ -170,9 +170,7 @@ def main() -> None:
     info = {**machine.host(), "load_average": os.getloadavg()[0]}
     result = {"machine": info, **soak(arguments.way, arguments.aborts, arguments.at_once)}
     print(json.dumps({key: value for key, value in result.items() if key != "rss_mb"}, indent=1))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -232,9 +232,7 @@ def main() -> None:
     }
     print(json.dumps(result), flush=True)
     result["streams"] = throughput(arguments.threads, arguments.rounds)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -204,9 +204,7 @@ def main() -> None:
     print(table(result))
     for bar in result["bars"]:
         print(json.dumps(bar))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -186,9 +186,7 @@ def main() -> None:
 
     measure(llm._engine, set((arguments.rows or all_rows).split(",")), say, result["rates"]["copy_tb_s"])
     assert llm.check_integrity() == ""
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

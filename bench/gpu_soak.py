@@ -109,9 +109,7 @@ def main() -> None:
     print(json.dumps(result, indent=1), flush=True)
     assert result["integrity"] == ""
     assert (result["unaccounted"], result["pages_used"]) == (0, 0)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,7 @@ def main() -> None:
                     row["vllm_p99_ms"], row["bar_p99_ms"] = PEER[int(rate)]
                 result["rows"].append(row)
                 print(json.dumps(row), flush=True)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,15 @@ def host() -> dict[str, Any]:
 
 def publish(result: dict[str, Any], out: Path | None) -> None:
     """A bench's figures, as JSON on stdout and in its result file."""
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
+    save(result, out)
+
+
+def save(result: dict[str, Any], out: Path | None) -> None:
+    """A bench's figures in its result file, for a bench that has shown them its own way."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def describe() -> dict[str, Any]:

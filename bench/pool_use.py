@@ -82,8 +82,7 @@ def main() -> None:
     for name, (pages, max_num_seqs, budget) in POOLS.items():
         result["pools"][name] = run(arguments.requests, pages, max_num_seqs, budget)
         print(name, json.dumps(result["pools"][name]), flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -219,9 +219,7 @@ def main() -> None:
                     outcome = asyncio.run(faults(addresses, server, arguments.paused, arguments.calm))
         result["policies"][policy] = outcome
         print(json.dumps({policy: outcome}, indent=1), flush=True)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(result, arguments.out)
 
 
 if __name__ == "__main__":
