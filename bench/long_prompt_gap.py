@@ -5,8 +5,10 @@
 
 A worker with random weights, once with a bound on what prompts add to a step (a CPU's default; on a GPU
 `--tpot-target-ms 8`) and once without. The streams decode for a while alone; then the prompt comes and asks
-for one token. A gap is the time between two pieces of a stream as the client gets them. Aim: while the prompt
-is computed the worst gap of all streams is at most three times the median gap of the streams alone.
+for one token; then they decode alone again. A gap is the time between two pieces of a stream as the client
+gets them. Streams that grow to thousands of tokens meanwhile take longer also alone, so each gap is compared
+with the median gap without the prompt at that time, which lies between those before and behind it. Aim: while
+the prompt is computed the worst gap of all streams is at most three times that.
 """
 
 from __future__ import annotations
@@ -116,22 +118,35 @@ async def measure(path: str) -> dict[str, float]:
     sent = time.perf_counter()
     answer = [line async for line in lines(path, "POST /generate", long)]
     answered = time.perf_counter()
+    last = min(map(len, every)) + ALONE
+    while min(map(len, every)) < last:
+        await asyncio.sleep(0.05)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert json.loads(answer[0])["usage"]["completion_tokens"] == 1
     gaps = [(b, b - a) for times in every for a, b in pairwise(times[ALONE // 4 :])]
     alone = [gap for at, gap in gaps if at <= sent]
-    beside = [gap for at, gap in gaps if sent < at <= answered]
-    median = statistics.median(alone)
+    beside = [(at, gap) for at, gap in gaps if sent < at <= answered]
+    behind = [gap for at, gap in gaps if at > answered + max(alone)]
+    before, after = statistics.median(alone), statistics.median(behind)
+
+    def usual(at: float) -> float:
+        return before + (after - before) * (at - sent) / (answered - sent)
+
+    long_gaps = [gap for _, gap in beside]
+    ratios = [gap / usual(at) for at, gap in beside]
     return {
-        "median_alone_ms": 1e3 * median,
-        "worst_alone_ms": 1e3 * max(alone),
-        "median_ms": 1e3 * statistics.median(beside),
-        "p99_ms": 1e3 * statistics.quantiles(beside, n=100)[98],
-        "worst_ms": 1e3 * max(beside),
-        "worst_of_median_alone": max(beside) / median,
-        "worst_of_median": max(beside) / statistics.median(beside),
+        "median_alone_before_ms": 1e3 * before,
+        "median_alone_after_ms": 1e3 * after,
+        "worst_alone_ms": 1e3 * max(*alone, *behind),
+        "median_ms": 1e3 * statistics.median(long_gaps),
+        "p99_ms": 1e3 * statistics.quantiles(long_gaps, n=100)[98],
+        "worst_ms": 1e3 * max(long_gaps),
+        "median_of_alone": statistics.median(ratios),
+        "p99_of_alone": statistics.quantiles(ratios, n=100)[98],
+        "worst_of_alone": max(ratios),
+        "worst_of_alone_before": max(long_gaps) / before,
         "prompt_seconds": answered - sent,
         "tokens_of_streams": len(beside),
     }
@@ -155,7 +170,7 @@ def main() -> None:
         with worker(SHAPES[given.device], given.device, given.threads, *ways[way]) as path:
             result[way] = asyncio.run(measure(path))
     if "bounded" in result:
-        result["met"] = result["bounded"]["worst_of_median_alone"] <= AIM
+        result["met"] = result["bounded"]["worst_of_alone"] <= AIM
     machine.publish(result, given.out)
 
 
