@@ -13,6 +13,7 @@ RANDOM: Final = "random:"
 _HUB_ID: Final = re.compile(
     r"(?!.*/\.\.?(?:/|$))(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w./-]+\.gguf))?"
 )
+NEEDED: Final = "needed is a .gguf file, or a directory with config.json and *.safetensors"
 _WEIGHTS: Final = (".gguf", ".safetensors")
 
 
@@ -38,8 +39,7 @@ def mistake(source: str, bases: Sequence[Path] = (Path(),)) -> str:
         on_the_hub = "; a file of the hub is written org/name/file.gguf"
     elif not written and source[:1] not in "./~" and not source.endswith(_WEIGHTS):
         on_the_hub = "; a model of the hub is written org/name, org/name@revision or org/name/file.gguf"
-    needed = "; needed is a .gguf file, or a directory with config.json and *.safetensors"
-    return (_nearby(source, bases) or needed) + on_the_hub
+    return (_nearby(source, bases) or f"; {NEEDED}") + on_the_hub
 
 
 def _nearby(source: str, bases: Sequence[Path]) -> str:

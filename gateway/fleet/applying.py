@@ -99,7 +99,9 @@ class Applier:
         for model in plan.swaps:
             entry = next(entry for entry in wanted.models if entry.name == model.name)
             swap = await self._site.rollouts.plan(model.name, swap_request(model, entry, options))
-            if swap.exit_code:
+            if swap.problem:
+                raise SwapError(f"{swap.problem}; nothing was changed", swap.exit_code)
+            if swap.misfit:
                 raise SwapError(
                     f"{model.name}: the old and the new version don't fit together: {swap.misfit}; "
                     "--strategy recreate makes users wait instead",

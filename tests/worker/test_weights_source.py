@@ -130,6 +130,8 @@ def test_paths_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("model.pt").touch()
     Path("notes.txt").write_text("no model, but long enough to have a header")
     Path("empty").mkdir()
+    Path("short.txt").touch()
+    os.mkfifo("pipe.gguf")
     Path("many").mkdir()
     for name in ("many/a.gguf", "many/b.gguf"):
         Path(name).touch()
@@ -146,7 +148,9 @@ def test_paths_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "../a/b": "no such file or directory",
         "random:missing.json": "no file missing.json",
         "model.pt": "pickle checkpoints are refused",
-        "notes.txt": "not a GGUF file",
+        "notes.txt": "not a GGUF file .*; needed is a .gguf file, or a directory with config.json",
+        "short.txt": "too short to be a GGUF file; needed is a .gguf file",
+        "pipe.gguf": "neither a file nor a directory; needed is a .gguf file",
         "empty": "no config.json",
         "many": "several GGUF files, name one: a.gguf, b.gguf",
     }

@@ -51,6 +51,10 @@ class GgufError(ValueError):
     """The file isn't a GGUF file that can be read; the message names the file and what is wrong."""
 
 
+class NotGguf(GgufError):
+    """It is another kind of file."""
+
+
 class TensorInfo(NamedTuple):
     """One row of the tensor table: shape outermost first (torch's order), offset from the file's start."""
 
@@ -76,13 +80,14 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     """Read the header of `path`.
 
     Raises:
-        GgufError: not GGUF, an unsupported version or tensor type, truncated, or inconsistent in itself.
+        NotGguf: another kind of file.
+        GgufError: an unsupported version or tensor type, truncated, or inconsistent in itself.
         OSError: the file can't be opened.
     """
     path = Path(path)
     with path.open("rb") as file:
         if file.seek(0, 2) < len(MAGIC) + 20:
-            raise GgufError(f"{path}: too short to be a GGUF file")
+            raise NotGguf(f"{path}: too short to be a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
 
@@ -95,7 +100,7 @@ class _Parser:
 
     def header(self) -> GgufHeader:
         if self.data[:4] != MAGIC:
-            raise self.error("not a GGUF file (it doesn't start with 'GGUF')")
+            raise NotGguf(f"{self.path}: not a GGUF file (it doesn't start with 'GGUF')")
         self.at = 4
         version = int(self.scalar(_U32))
         if version not in VERSIONS:

@@ -10,11 +10,11 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from contracts.sources import RANDOM, hub_id, mistake
+from contracts.sources import NEEDED, RANDOM, hub_id, mistake
 from worker.model.config import ModelConfig, UnsupportedModel, token_ids
 from worker.model.gguf_config import config_from_gguf
 from worker.model.hf_config import config_from_hf
-from worker.weights.gguf_header import GgufError, GgufHeader, read_gguf_header
+from worker.weights.gguf_header import GgufError, GgufHeader, NotGguf, read_gguf_header
 from worker.weights.hub import OnProgress, fetch
 
 SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
@@ -127,8 +127,12 @@ def _with_hf_config(kind: Literal["safetensors", "random"], path: Path, config_p
 
 
 def _gguf(path: Path) -> ModelSource:
+    if not path.is_file():  # who opens a pipe waits
+        raise SourceError(f"{path}: neither a file nor a directory; {NEEDED}")
     try:
         header = read_gguf_header(path)
+    except NotGguf as error:
+        raise SourceError(f"{error}; {NEEDED}") from error
     except GgufError as error:
         raise SourceError(str(error)) from error
     except OSError as error:
