@@ -7,8 +7,11 @@ for each request, and knows no bounded heads, no time limits and no JSON errors.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
 import socket
+import sys
+import termios
 from collections import deque
 from typing import Any, cast
 
@@ -29,9 +32,10 @@ LAST_CALL_SECONDS = 1.0  # for idle connections of a process that ends
 LAST_LOOK_SECONDS = 0.05
 LEAVING_SECONDS = 0.5  # between two looks for a client's leaving while nothing is read
 PIPELINE_LIMIT = 8
+MOST_BEHIND = 32 * 1024  # bytes that may lie unread behind a request that runs; a TCP window holds more
 BODY_SECONDS = 60.0  # in which a body may come as slowly as its client likes
 SLOWEST_BODY = 1024  # bytes a second, after that and on average
-MOST_UNREAD = 8 * 1024**2  # bytes of a body that may come after the answer
+MOST_UNREAD = 8 * 1024**2  # bytes that may come although nobody takes them: behind an answer, or a refusal
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
 
@@ -40,6 +44,12 @@ def has_left(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def unread(connection: socket.socket) -> int:
+    """Bytes that have come and that nobody has read yet."""
+    count = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(count, sys.byteorder)
 
 
 class ClientProtocol(asyncio.Protocol):
@@ -51,7 +61,7 @@ class ClientProtocol(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_since", "_body_size", "_deadline", "_default_headers", "_default_lines", "_drained",
-        "_gone", "_keep_alive", "_latest", "_leave_look", "_leaving", "_looked", "_queue",
+        "_dropped", "_gone", "_keep_alive", "_latest", "_leave_look", "_leaving", "_looked", "_queue",
         "_read_paused", "_reader", "_refusal", "_running", "_server_state", "_silence", "_started", "_task",
         "_transport", "loop", "write", "write_paused",
     )  # fmt: skip
@@ -84,6 +94,7 @@ class ClientProtocol(asyncio.Protocol):
         self._default_headers: Headers | None = None
         self._default_lines = b""
         self._refusal: ApiError | None = None  # of what came last: nothing more is taken
+        self._dropped = 0  # bytes that came after that
         self._leaving = False
         self._looked = False
         self._body_size = 0  # of the pieces that hold it
@@ -126,6 +137,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
+            self._drop(len(data))
             return
         reader = self._reader
         try:
@@ -264,13 +276,24 @@ class ClientProtocol(asyncio.Protocol):
             self._leave_look.set(self.loop.time() + LEAVING_SECONDS)
 
     def _look_for_leaving(self) -> None:
-        """A client's end lies behind what isn't read, and is found by asking the kernel."""
+        """A client's end lies behind what isn't read, and is found by asking the kernel, as long as
+        that leaves the client room to send its end."""
         if not self._read_paused or self._transport.is_closing():
             return
-        if has_left(self._transport.get_extra_info("socket")):
+        connection = self._transport.get_extra_info("socket")
+        if has_left(connection):
             self._transport.abort()
+        elif self._serving and not self._reads_running and unread(connection) > MOST_BEHIND:
+            self._refuse(errors.pipelined_too_much(MOST_BEHIND))
+            self.resume_reading()
         else:
             self._leave_look.set(self.loop.time() + LEAVING_SECONDS)
+
+    def _drop(self, size: int) -> None:
+        """What comes behind a refusal is read, so that the client's end is seen, but not for ever."""
+        self._dropped += size
+        if self._serving and self._dropped > MOST_UNREAD:
+            self._transport.abort()
 
     def resume_reading(self) -> None:
         """There is room again for more of a body, or for another request."""

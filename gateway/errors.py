@@ -109,6 +109,14 @@ def invalid_http() -> ApiError:
     return bad_request("This is no valid HTTP/1.1 request.", code="invalid_http")
 
 
+def pipelined_too_much(limit: int) -> ApiError:
+    return bad_request(
+        f"More than {format_bytes(limit)} were sent behind requests that were still being answered; send "
+        "them on another connection, or after the answer.",
+        code="pipelined_too_much",
+    )
+
+
 def unsupported_encoding(encoding: bytes) -> ApiError:
     return ApiError(
         415,

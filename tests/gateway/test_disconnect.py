@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway import client_protocol
 from gateway.routes import native, openai
 from tests.gateway.rig import CHAT, Rig, http_post, one_worker, until
 
@@ -85,6 +87,58 @@ async def test_with_more_requests_pipelined_behind(tmp_path: Path, more: int) ->
         assert await leave(rig, writer) < AT_ONCE
         await rig.idle()
         assert len(rig.workers[0].requests) == 1
+
+
+MORE_THAN_A_WINDOW = {
+    "requests": http_post(b'{"model":"m"}') * 40_000,
+    "body": http_post(b'{"model":"m"}' + b" " * (5 << 20)),
+}
+
+
+@pytest.mark.parametrize("behind", MORE_THAN_A_WINDOW.values(), ids=MORE_THAN_A_WINDOW.keys())
+async def test_with_more_behind_than_its_connection_holds(tmp_path: Path, behind: bytes) -> None:
+    """A client's end can't even arrive before what it sent is read."""
+    async with one_worker(tmp_path) as rig:
+        _, writer = await send(rig, do="hang")
+        await until(lambda: rig.workers[0].requests)
+        writer.write(behind)
+        writer.transport.abort()  # as the kernel does for a process that is killed: close() would first send
+        client = writer.get_extra_info("socket")
+        await until(lambda: client.fileno() == -1)
+        await until(lambda: rig.workers[0].requests[0].closed_at, AT_ONCE)
+        await rig.idle()
+        assert len(rig.workers[0].requests) == 1
+
+
+async def test_who_stays_is_told_that_it_sent_too_much_behind(tmp_path: Path) -> None:
+    """What was taken is answered, the rest is refused, once."""
+    async with one_worker(tmp_path) as rig:
+        worker = rig.workers[0]
+        reader, writer = await send(rig, do="sse", chunks=3, gate_at=1)
+        await until(lambda: worker.requests)
+        writer.write(MORE_THAN_A_WINDOW["requests"])
+        (connection,) = rig.server.server_state.connections
+        await until(lambda: connection._refusal)  # type: ignore[union-attr]
+        worker.gate.set()
+        async with asyncio.timeout(60):
+            raw = await reader.read()
+        *answers, last = re.split(rb"HTTP/1\.1 (?=\d)", raw)[1:]
+        assert [one[:3] for one in answers] == len(worker.requests) * [b"200"]
+        assert b"[DONE]" in answers[0]
+        assert 8 < len(answers) < 40_000
+        assert last.startswith(b"400 ")
+        assert b'"pipelined_too_much"' in last
+        writer.close()
+
+
+async def test_what_comes_behind_a_request_without_end_ends_it(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as rig:
+        _, writer = await send(rig, do="hang")
+        await until(lambda: rig.workers[0].requests)
+        writer.write(http_post(b" " * (client_protocol.MOST_UNREAD << 1)))
+        await until(lambda: rig.workers[0].requests[0].closed_at)
+        await rig.idle()
+        writer.transport.abort()
 
 
 async def test_while_the_connection_is_made(tmp_path: Path) -> None:
