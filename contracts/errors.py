@@ -5,6 +5,7 @@ The types and codes are those that OpenAI's SDK maps to its exception classes.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -67,3 +68,19 @@ def unavailable(
 
 def internal_error(message: str, code: str = "internal_error", status: int = 500) -> ApiError:
     return ApiError(status, message, type="server_error", code=code)
+
+
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+_HALF_REASON = (
+    r"a string has half of a surrogate pair (like \ud83d), as text has that was cut within a character; send "
+    "whole characters"
+)
+
+
+def invalid_json(error: Exception, body: bytes) -> ApiError:
+    """400 for a body that msgspec can't read: what half a character is to it depends on what comes behind."""
+    reason = str(error)
+    cut = "truncated" in reason or "hex escape" in reason
+    if "surrogate" in reason or (cut and _HALF_PAIR.search(body)):
+        reason = _HALF_REASON
+    return bad_request(f"The request body is not valid JSON: {reason}.", code="invalid_json")

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from contracts.errors import bad_request
+from contracts.errors import bad_request, invalid_json
 from contracts.headers import PATIENCE
 from contracts.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
 from gateway.asgi import Receive, Scope
@@ -222,7 +222,7 @@ def _decode(body: bytes) -> _Wanted:
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+        raise invalid_json(error, body) from None
     except RecursionError:
         raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
 

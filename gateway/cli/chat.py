@@ -73,11 +73,13 @@ def chat(
 def _converse(client: httpx.Client, body: dict[str, Any], history: list[Message]) -> None:
     click.echo(f"{body['model']}. {_HELP}", err=True)
     start = list(history)
+    person = sys.stdin.isatty()
     while True:
         try:
-            text = input("> ").strip()
+            text = input("> " if person else "").strip()
         except (EOFError, KeyboardInterrupt):
-            click.echo()
+            if person:
+                click.echo()
             return
         if text in ("/exit", "/quit"):
             return
@@ -90,6 +92,8 @@ def _converse(client: httpx.Client, body: dict[str, Any], history: list[Message]
         try:
             answer = _answer(client, {**body, "messages": [*history, _user(text)]})
         except ChatError as error:
+            if not person:
+                raise
             click.echo(f"error: {error}", err=True)
             continue
         history += [_user(text), {"role": "assistant", "content": answer}]

@@ -135,6 +135,8 @@ BODIES: dict[str, tuple[bytes, str | None]] = {
     "a million letters": (b'{"model":"' + b"m" * 1_000_000 + b'"}', "model_not_found"),
     "with a NUL": (b'{"model":"m\\u0000"}', "model_not_found"),
     "half a surrogate": (b'{"model":"m","user":"\\ud800"}', "invalid_json"),
+    "half a surrogate in a text": (b'{"model":"m","user":"a\\ud800b"}', "invalid_json"),
+    "half a surrogate in a list": (b'{"model":"m","stop":["\\ud83d"]}', "invalid_json"),
     "half a surrogate, in UTF-8": (b'{"model":"m","user":"\xed\xa0\x80"}', "invalid_json"),
     "byte order mark": (b"\xef\xbb\xbf" + BODY, "invalid_json"),
     "UTF-16": (BODY.decode().encode("utf-16"), "invalid_json"),
@@ -159,6 +161,8 @@ async def test_which_model_an_odd_body_names(tmp_path: Path) -> None:
                 error = error_of(response)
                 assert (name, error["code"]) == (name, code)
                 assert len(error["message"]) < 400
+                if "half" in name and b"\\u" in content:
+                    assert "half of a surrogate pair" in error["message"], name
         assert len(rig.workers[0].requests) == sum(code is None for _, code in BODIES.values())
 
 

@@ -73,7 +73,7 @@ async def test_a_cut_vector() -> None:
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
-        ({"input": ["ok", ""]}, "input"),
+        ({"input": ["ok", ""]}, "input[1]"),
         ({"input": ["ok", 5]}, "input"),
         ({"input": [-1]}, "input"),
         ({"input": [258]}, "input"),

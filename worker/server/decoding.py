@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from contracts.errors import bad_request
+from contracts.errors import bad_request, invalid_json
 
 MAX_TEMPLATE_VARIABLES = 65_536  # bytes of JSON
 
@@ -19,11 +19,6 @@ T = TypeVar("T")
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
-_HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"[\s\]}]*$')
-_HALF_REASON = (
-    r"a string has half of a surrogate pair (like \ud83d), as text has that was cut within a character; send "
-    "whole characters"
-)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
@@ -37,15 +32,9 @@ def decode(body: bytes, type: type[T], within: str = "") -> T:
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), type, within) from error
     except RecursionError:
-        raise bad_request("The request's body is nested too deeply.", code="invalid_json") from None
+        raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = _HALF_REASON if _is_cut_character(str(error), body) else str(error)
-        raise bad_request(f"The request's body is not valid JSON: {reason}", code="invalid_json") from error
-
-
-def _is_cut_character(error: str, body: bytes) -> bool:
-    """Near a body's end msgspec takes half a pair for the end of the body."""
-    return "surrogate" in error or ("truncated" in error and _HALF_AT_END.search(body[-64:]) is not None)
+        raise invalid_json(error, body) from error
 
 
 def template_variables(raw: msgspec.Raw) -> dict[str, Any]:

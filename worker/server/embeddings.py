@@ -39,7 +39,8 @@ async def embeddings(state: ServerState, exchange: Exchange) -> None:
     _, info, text = state.ready()
     pooling = _pooling(info, request)
     inputs = _inputs(request.input, min(MAX_INPUTS, info.max_num_seqs + state.config.max_waiting))
-    prompts = [await _tokens(text, one, request, info) for one in inputs]
+    names = ["input"] if len(inputs) == 1 else [f"input[{i}]" for i in range(len(inputs))]
+    prompts = [await _tokens(text, one, name, request, info) for one, name in zip(inputs, names)]
     job = EmbeddingJob(state, prompts, pooling, request, exchange, started)
     try:
         job.submit()
@@ -181,28 +182,30 @@ def _inputs(value: Prompt, most: int) -> list[str | list[int]]:
     inputs = one_kind(value, "input") if value else []
     if not 0 < len(inputs) <= most:
         raise bad_request(
-            f"input must hold 1 to {most} texts or lists of token ids, not {len(inputs)}", "input"
+            f"input must hold 1 to {most} texts or lists of token ids, not {len(inputs)}: send several "
+            "requests (the worker's max_num_seqs and max_waiting allow no more in one)",
+            "input",
         )
     return inputs
 
 
 async def _tokens(
-    text: TextModel, item: str | list[int], request: EmbeddingRequest, info: EngineInfo
+    text: TextModel, item: str | list[int], param: str, request: EmbeddingRequest, info: EngineInfo
 ) -> list[int]:
-    """Token ids of one input. ApiError 400 when it can't be one."""
+    """Token ids of one input. ApiError 400, about `param`, when it can't be one."""
     if isinstance(item, str):
         special = request.add_special_tokens is not False
-        tokens = await text.encode(item, param="input", add_special_tokens=special, limit=info.max_model_len)
+        tokens = await text.encode(item, param=param, add_special_tokens=special, limit=info.max_model_len)
         await asyncio.sleep(0)  # thousands of inputs: other requests go on meanwhile
     else:
         tokens = item
     if not tokens:
-        raise bad_request("input is empty: at least one token is needed", "input")
+        raise bad_request(f"{param} is empty: at least one token is needed", param)
     limit = min(info.max_model_len, (info.num_pages - 1) * info.page_size)
     if len(tokens) > limit:
-        raise context_too_long(str(len(tokens)), limit, "input")
+        raise context_too_long(str(len(tokens)), limit, param)
     if max(tokens) >= info.vocab_size or min(tokens) < 0:
-        raise bad_request(f"token ids in input must be from 0 to {info.vocab_size - 1}", "input")
+        raise bad_request(f"token ids in {param} must be from 0 to {info.vocab_size - 1}", param)
     return tokens
 
 
