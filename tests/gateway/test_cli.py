@@ -292,4 +292,7 @@ def test_chat_as_json_and_in_a_row(url: str) -> None:
     assert result.exit_code == 0
     assert result.stdout.count("héllo") == 2
     assert result.stderr.count("/reset forgets") == 2
+    assert "> " not in result.stdout  # nobody is asked: it comes from a pipe
+    result = CliRunner().invoke(main, ["chat", "refused", "--url", url], input="hi\nagain\n")
+    assert (result.exit_code, result.stderr.count("the worker ended")) == (1, 1)
     assert "127.0.0.1:1" in invoke("chat", "a", "-p", "hi", "--url", "http://127.0.0.1:1").stderr
