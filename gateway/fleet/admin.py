@@ -103,6 +103,7 @@ def _private_socket(path: Path) -> socket.socket:
         listener.bind(str(path))
     finally:
         os.umask(before)
+    listener.listen()  # at once: who asks before it is served waits, in place of finding nobody
     return listener
 
 

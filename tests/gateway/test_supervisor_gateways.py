@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -57,7 +58,9 @@ async def test_gateway_processes_are_each_supervised(tmp_path: Path, monkeypatch
 
             assert [await ask() for _ in range(6)] == [200] * 6
             await counted(6)
-            os.kill(fleet.unit("gateway1").pid or 0, signal.SIGKILL)
+            pid = fleet.unit("gateway1").pid or 0
+            os.kill(pid, signal.SIGKILL)
+            await fleet.until(lambda: not psutil.pid_exists(pid))  # it may take a connection as it dies
             assert [await ask() for _ in range(30)] == [200] * 30
             await fleet.until_state("gateway1", "ready", generation=2)
             assert fleet.unit("gateway1").restarts == 1
