@@ -24,13 +24,11 @@ from kernels.cache_rows import as_rows, row_ids
 from kernels.cpu import LANES, TASK_ROWS, compiled
 
 GROUP_COST = 250  # what one more group costs, in tokens of padding it would have to save (two threads, Zen 3)
-GROUP_TOKENS = (
-    4096  # and how many tokens of keys, padding included, stay in the cache between gather and GEMM
-)
+# And how many tokens of keys, padding included, stay in the cache between gather and GEMM.
+GROUP_TOKENS = 4096
 SUM = 0  # embedding_bag's mode
-FEW = (
-    TASK_ROWS  # tokens of a prompt that are computed as if each decoded: gathering their context takes longer
-)
+# Tokens of a prompt that are computed as if each decoded: gathering their context takes longer.
+FEW = TASK_ROWS
 
 
 class _DecodeGroup(NamedTuple):
