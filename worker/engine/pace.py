@@ -16,10 +16,10 @@ from worker.model.shapes import weight_bytes
 from worker.request import Step
 
 # Without a target: each prompt in line may lengthen the steps of those who decode by so many times their own
-# time. One long prompt then leaves a stream gaps of less than twice its usual ones, three times at worst (a
-# step's time is known to a half), and a burst of prompts, which would otherwise wait for each other, still
-# fills the whole step.
-STRETCH = 0.6
+# time. One long prompt then leaves a stream gaps of about twice its usual ones, and a burst of prompts, which
+# would otherwise wait for each other, still fills the whole step. With 0.6 a prompt of 30,000 tokens takes
+# half as long again, for gaps a fifth shorter.
+STRETCH = 1.0
 LEAST = 0.25  # so many times that time prompts have in any case, or they would starve under a low target
 FIRST = 16  # tokens beside decoding sequences, before any were timed
 GROWTH = 2.0  # no more than so many times the largest number that was timed: small steps are often flat
