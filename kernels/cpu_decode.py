@@ -224,7 +224,7 @@ class Decode:
                         align=4,
                     )
 
-        loop(b, b.sdiv(b.add(count, I64(FOUR - 1)), I64(FOUR)), four)
+        loop(b, ceil_div(b, count, I64(FOUR)), four)
 
     def _totals(self, b: Any, vectors: list[Any]) -> Any:
         """The sums of the lanes of FOUR vectors, as one of FOUR lanes."""

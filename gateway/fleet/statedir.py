@@ -91,12 +91,9 @@ class StateDir:
         replaced, a pipe or a device on which whoever reads or writes it waits for ever."""
         for directory in (self.root, self.run, self.logs, self.rollouts):
             for path in directory.iterdir():
-                if path.suffix in _ENDINGS or path == self._sockets_elsewhere:
+                ours = path.suffix in _ENDINGS or path == self._sockets_elsewhere
+                if ours or (path.suffix == ".sock" and path.is_dir()):
                     self._check_file(path)
-                elif path.suffix == ".sock" and path.is_dir():
-                    raise InvalidFleet(
-                        f"state_dir {self.root} can't be used: {path} is a directory; move it away"
-                    )
 
     def _check_file(self, path: Path) -> None:
         try:
