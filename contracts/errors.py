@@ -8,11 +8,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
+MAX_MESSAGE = 1500  # characters
+
+
+def bounded(message: str, longest: int = MAX_MESSAGE) -> str:
+    """The message without its middle where it is too long: it may quote what a client sent, of any size, and
+    its end is as much needed as its beginning."""
+    half = longest // 2
+    return message if len(message) <= longest else f"{message[:half]} ... {message[-half:]}"
+
 
 class ApiError(Exception):
     """An answer that isn't 2xx: `status`, and the four fields of the body.
 
-    `message` names the field, the limit and the way out; it never holds a prompt or a key.
+    `message` names the field, the limit and the way out; it never holds a prompt or a key, and is bounded.
     """
 
     def __init__(
@@ -25,9 +34,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = bounded(message)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.type = type
         self.param = param
         self.code = code

@@ -39,15 +39,17 @@ def test_the_engine_ends_what_has_not_begun_in_time(engine: Engine) -> None:
     engine.step()
     ask(engine, "late", 2, deadline=0.05)
     ask(engine, "patient", 2, deadline=0.0)
+    ask(engine, "past", 2, deadline=-0.5)  # what a request needs before the engine has it may take too long
     last: dict[str, RequestOutput] = {}
     while engine.has_work:
         last |= {output.request_id: output for output in engine.step() if output.finish_reason}
         time.sleep(0.001)
     assert {name: output.finish_reason for name, output in last.items()} == {
-        "first": "length", "late": "error", "patient": "length",
+        "first": "length", "late": "error", "patient": "length", "past": "error",
     }  # fmt: skip
     assert last["late"].late
     assert "waited for 0.05 s" in (last["late"].error or "")
+    assert "waited for 0 s" in (last["past"].error or "")
     assert engine.check_integrity() == ""
 
 

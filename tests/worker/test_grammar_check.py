@@ -124,6 +124,25 @@ def test_limits_of_the_library_are_told_with_the_way_out(error: str) -> None:
     assert told == f"it takes too much to follow ({error.split(';')[0]}); make it smaller or less ambiguous"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "(a"},
+        {"grammar": 'start: "a" %json {"not": {}}'},
+        {"grammar": "start: A\nA: /(a/"},
+    ],
+)
+async def test_of_a_part_of_a_grammar_its_own_error_is_told(
+    checker: GrammarChecker, fields: dict[str, Any]
+) -> None:
+    """Not the place in a grammar that was made around it, nor that."""
+    found = await problem(checker, **fields)
+    assert found.startswith(("regex parse error:\n    (a\n", "keywords that can't be enforced"))
+    assert " | " not in found
+    assert "start" not in found
+    assert (await problem(checker, grammar="start: foo")).startswith('at 1(8): unknown name: "foo"')
+
+
 async def test_what_takes_too_long_or_too_much_ends_the_process_not_the_server(
     hasty: GrammarChecker,
 ) -> None:

@@ -7,10 +7,19 @@ import base64
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
-from tests.worker.fake_engine import MODEL, POOLING_INFO, FakeEngine, eventually, in_process, make_state
+from tests.worker.fake_engine import (
+    MODEL,
+    POOLING,
+    POOLING_INFO,
+    FakeEngine,
+    eventually,
+    in_process,
+    make_state,
+)
 from worker.server import embeddings
 from worker.server.state import ServerState
 
@@ -59,6 +68,16 @@ async def test_base64_is_little_endian_float32() -> None:
     numbers = (await ask(state, input="abc")).json()["data"][0]["embedding"]
     coded = (await ask(state, input="abc", encoding_format="base64")).json()["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(coded), "<f4").tolist() == pytest.approx(numbers)
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+async def test_whether_vectors_have_length_1_is_the_model_s_word(normalizes: bool) -> None:
+    pooling = msgspec.structs.replace(POOLING, normalize=normalizes)
+    engine = FakeEngine(info=msgspec.structs.replace(POOLING_INFO, pooling=pooling))
+    assert (await ask(state_of(engine), input="abc", normalize=normalizes)).status_code == 200
+    response = await ask(state_of(engine), input="abc", normalize=not normalizes)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "normalize")
+    assert f"must be {str(normalizes).lower()}" in response.json()["error"]["message"]
 
 
 async def test_a_cut_vector() -> None:

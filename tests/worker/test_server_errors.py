@@ -257,6 +257,7 @@ async def test_model_name_comes_from_body_or_query_and_must_be_served() -> None:
         ({"prompt": "x" * 500, "max_tokens": 13}, ("512", "513", "500", "13")),
         ({"prompt": "x" * 10_000_000}, ("512",)),
         ({"prompt": [1] * 600}, ("512", "600")),
+        ({"prompt": [1] * 512}, ("512", "512, which leaves none for an answer")),
     ],
 )
 async def test_longer_than_the_context_says_the_numbers(

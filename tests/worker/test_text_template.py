@@ -217,6 +217,10 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     broken = {"type": "function", "function": {"name": "f", "arguments": "{"}}
     with pytest.raises(TemplateError, match="must be JSON"):
         ChatTemplate(HEADERS).render([{"role": "assistant", "tool_calls": [broken]}])
+    for arguments in ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 5000 + "]" * 5000 + "}"):
+        extreme = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        with pytest.raises(TemplateError, match="nested too deeply, or have a number with too many digits"):
+            ChatTemplate(HEADERS).render([{"role": "assistant", "tool_calls": [extreme]}])
 
 
 def test_invalid_template_names_the_line() -> None:

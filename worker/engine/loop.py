@@ -345,7 +345,7 @@ class Engine:
     def _too_late(self, request: Request) -> RequestOutput:
         del self._requests[request.id]
         self.scheduler.finish(request, "error")
-        waited = request.deadline - request.arrival
+        waited = max(0.0, request.deadline - request.arrival)  # it may have come too late
         error = f"the request waited for {waited:.3g} s, as long as it may, and has not begun"
         return RequestOutput(request.id, [], finish_reason="error", error=error, late=True)
 

@@ -8,8 +8,10 @@ single step of that may cost.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Final
 
+from contracts.errors import bounded
 from worker.grammar.after_reasoning import after_reasoning
 from worker.grammar.closing import close_objects
 from worker.params import StructuredOutputs
@@ -27,6 +29,12 @@ _MAX_ERROR = 500  # characters of a message
 _WHITESPACE = r"[ \n\r\t]{1,24}"
 # Parts of llguidance's messages about its own limits, which its caller has set.
 _LIMITS = ("too many", "too large", "precomputation failed", "Current row has", "fuel")
+# In front of an error in a schema or a regular expression that is part of a grammar, and behind it: the place
+# in the grammar, which was made here of what the client sent.
+_PART: Final = re.compile(
+    r'at \d+\(\d+\): (?:failed to compile JSON schema: |invalid regex ".*?" \(in regex\): )', re.DOTALL
+)
+_EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
 SCHEMA_OPTIONS: Final[JsonCompileOptions] = {
     "whitespace_pattern": _WHITESPACE,
@@ -69,9 +77,12 @@ def readable(error: str) -> str:
         return _NOTHING_MATCHES
     text = error.removesuffix("\n<non-verbose/>").strip()
     text = text.replace("Unimplemented keys:", "keywords that can't be enforced:")
+    part = _PART.match(text)
+    if part is not None:
+        text = _EXCERPT.sub("", text[part.end() :])
     if any(limit in text for limit in _LIMITS):
         text = f"it takes too much to follow ({text.partition(';')[0]}); make it smaller or less ambiguous"
-    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]} ..."
+    return bounded(text, _MAX_ERROR)
 
 
 def _source(form: StructuredOutputs) -> str:

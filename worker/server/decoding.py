@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from contracts.errors import bad_request, invalid_json
+from worker.server.not_offered import check_offered_in
 
 MAX_TEMPLATE_VARIABLES = 65_536  # bytes of JSON
 
@@ -23,16 +24,17 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def decode(body: bytes, type: type[T], within: str = "") -> T:
-    """The request in `body`. ApiError 400: not JSON, or a field of the wrong type, named in `param`.
+    """The request in `body`. ApiError 400: not JSON, or a field of the wrong type, named in `param`; in the
+    place of a missing field, one that is sent instead and refused. RecursionError: nested too deeply.
 
     `within`: the field that `body` is the value of, where that is read apart.
     """
     try:
         return msgspec.json.decode(body, type=type)
     except msgspec.ValidationError as error:
+        if not within and _MISSING.match(str(error)):
+            check_offered_in(body, type)
         raise _wrong_type(str(error), type, within) from error
-    except RecursionError:
-        raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid_json(error, body) from error
 
@@ -48,7 +50,7 @@ def template_variables(raw: msgspec.Raw) -> dict[str, Any]:
         )
     try:
         return msgspec.json.decode(raw, type=dict[str, Any] | None) or {}
-    except (msgspec.ValidationError, RecursionError):
+    except msgspec.ValidationError:
         raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs") from None
 
 

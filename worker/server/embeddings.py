@@ -170,6 +170,13 @@ def _pooling(info: EngineInfo, request: EmbeddingRequest) -> PoolingConfig:
         allowed = [*sorted(info.pooling.sizes), info.pooling.size]
         sizes = f"from 1 to {info.pooling.size}" if info.pooling.any_size else " or ".join(map(str, allowed))
         raise bad_request(f"dimensions must be {sizes} for this model, not {dimensions}", "dimensions")
+    if request.normalize not in (None, info.pooling.normalize):
+        so = "true" if info.pooling.normalize else "false"
+        raise bad_request(
+            f"normalize must be {so} for this model, or left out: its checkpoint (modules.json) says whether "
+            "vectors have length 1",
+            "normalize",
+        )
     check_offered(request)
     check_scheduling(request.cache_salt, request.priority)
     return info.pooling

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from contracts.errors import ApiError, internal_error
+from contracts.errors import ApiError, bad_request, internal_error
 from worker.server.body import check_contents
 from worker.server.exchange import ClientGone, Exchange
 from worker.server.refusals import route_not_found
@@ -120,6 +120,8 @@ async def _answered(exchange: Exchange, work: Awaitable[None]) -> None:
         await exchange.fail(error)
     except ClientGone:
         raise
+    except RecursionError:  # nothing here descends further than what a client sent does
+        await exchange.fail(bad_request("The request body is nested too deeply.", code="invalid_json"))
     except Exception as error:
         # Not the exception's text: it may quote a prompt.
         where = "".join(traceback.format_tb(error.__traceback__))

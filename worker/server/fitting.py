@@ -99,8 +99,10 @@ def answer_length(prompt: list[int], wanted: int | None, info: EngineInfo, param
         raise bad_request(f"{param} is empty: at least one token is needed", param)
     length = len(prompt)
     least = length + (1 if wanted is None else wanted)
-    if length > info.max_model_len or (length == info.max_model_len and wanted != 0):
+    if length > info.max_model_len:
         raise context_too_long(str(length), info.max_model_len, param)
+    if length == info.max_model_len and wanted != 0:
+        raise context_too_long(f"{length}, which leaves none for an answer", info.max_model_len, param)
     if max(prompt) >= info.vocab_size or min(prompt) < 0:
         raise bad_request(f"token ids in {param} must be from 0 to {info.vocab_size - 1}", param)
     if least > info.max_model_len:

@@ -80,7 +80,6 @@ NOT_OFFERED: Final[Mapping[str, NotOffered]] = {
 EMBEDDINGS_NOT_OFFERED: Final[Mapping[str, NotOffered]] = {
     "messages": NotOffered("inputs are texts or token ids; /tokenize gives the tokens of a chat"),
     "truncate_prompt_tokens": NotOffered("inputs that are too long are refused; shorten them"),
-    "normalize": NotOffered("the checkpoint's modules.json says whether vectors have length 1", (True,)),
     "embed_dtype": NotOffered("vectors are float32", ("float32", "float")),
     "endianness": NotOffered("base64 holds float32, little-endian", ("little", "native")),
 }
@@ -90,7 +89,7 @@ EMBEDDINGS_NOT_OFFERED: Final[Mapping[str, NotOffered]] = {
 def refused_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Names of a body's fields that are refused. Its class attribute `not_offered` is one of the tables."""
     table: Mapping[str, NotOffered] = getattr(kind, "not_offered", {})
-    return tuple(name for name in kind.__struct_fields__ if name in table)
+    return tuple(name for name in kind.__struct_fields__ if name in table) if table else ()
 
 
 def check_offered(request: msgspec.Struct) -> None:
@@ -103,6 +102,19 @@ def check_offered(request: msgspec.Struct) -> None:
         why, neutral = request.not_offered[name]  # type: ignore[attr-defined]
         if value is not None and value is not False and value != [] and value not in neutral:
             raise bad_request(f"{name} is not supported: {why}", name)
+
+
+def check_offered_in(body: bytes, kind: type) -> None:
+    """The same of a body that is no whole request of the type `kind`: of its fields that are refused."""
+    if refused_fields(kind):
+        check_offered(msgspec.json.decode(body, type=_refused_alone(kind)))
+
+
+@functools.cache
+def _refused_alone(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    table: Mapping[str, NotOffered] = kind.not_offered  # type: ignore[attr-defined]
+    fields = [(name, Any, None) for name in refused_fields(kind)]
+    return msgspec.defstruct(kind.__name__, fields, namespace={"not_offered": table})
 
 
 @functools.cache

@@ -208,13 +208,13 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    normalize: bool | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     messages: Any = None
     truncate_prompt_tokens: Any = None
-    normalize: Any = None
     embed_dtype: Any = None
     endianness: Any = None
 

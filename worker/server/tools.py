@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -61,14 +62,10 @@ class ToolUse:
         return self.required or self.named is not None
 
     def form(self) -> StructuredOutputs:
-        """What a forced answer must look like. ApiError 400 for schemas that are too long together."""
-        try:
+        """What a forced answer must look like. ApiError 400 for schemas that are too long or deep."""
+        with _usable("parameters of tools, as a schema"):
             schema = self._parameters(self.named) if self.named is not None else self._list_of_calls()
             return StructuredOutputs(json=json.dumps(schema))
-        except RecursionError:
-            raise bad_request("The parameters of tools are nested too deeply.", "tools") from None
-        except ParamError as error:
-            raise bad_request(f"The parameters of tools, as a schema: {error}", "tools") from error
 
     def strict_form(self, text: TextModel) -> StructuredOutputs | None:
         """What keeps calls of strict functions to their schemas where none is forced; None: nothing does.
@@ -77,11 +74,9 @@ class ToolUse:
             return None
         token = text.tokenizer.token_id(text.calls.marks[0].start)
         special = token is not None and token in text.tokenizer.special_ids
-        grammar = strict_grammar(text.calls, self.tools, self.strict, special=special)
-        try:
+        with _usable("parameters of strict tools, as a grammar"):
+            grammar = strict_grammar(text.calls, self.tools, self.strict, special=special)
             return StructuredOutputs(grammar=grammar) if grammar is not None else None
-        except ParamError as error:
-            raise bad_request(f"The parameters of strict tools, as a grammar: {error}", "tools") from error
 
     def reader(self, format: CallFormat | None) -> Reader | None:
         """A reader of one answer's calls; None where nobody knows how the model writes them."""
@@ -170,6 +165,17 @@ def with_tools(
         return with_form(request, params, tools.form(), "tool_choice")
     form = tools.strict_form(text) if params.structured_outputs is None else None
     return params if form is None else msgspec.structs.replace(params, structured_outputs=form)
+
+
+@contextlib.contextmanager
+def _usable(what: str) -> Iterator[None]:
+    """ApiError 400 where a form is made of `what`, and can't be."""
+    try:
+        yield
+    except RecursionError:
+        raise bad_request(f"The {what}: they are nested too deeply", "tools") from None
+    except ParamError as error:
+        raise bad_request(f"The {what}: {error}", "tools") from error
 
 
 def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> str:

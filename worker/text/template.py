@@ -172,8 +172,13 @@ def _with_parsed_arguments(call: Any, index: int) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+    except json.JSONDecodeError:
         raise TemplateError(f"messages[{index}].tool_calls: function.arguments must be JSON text") from None
+    except (ValueError, RecursionError):  # Python bounds the digits of a number
+        raise TemplateError(
+            f"messages[{index}].tool_calls: function.arguments are nested too deeply, or have a number with "
+            "too many digits"
+        ) from None
     return {**call, "function": {**function, "arguments": parsed}}
 
 
