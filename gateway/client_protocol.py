@@ -20,16 +20,14 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
 from contracts.errors import ApiError
+from contracts.heads import HEAD_SECONDS, LAST_LOOK_SECONDS, LINGER_SECONDS, last_answer, request_timeout
 from gateway import errors
 from gateway.asgi import Headers, Scope
 from gateway.deadline import Deadline
 from gateway.exchange import Exchange
 from gateway.request_reader import RequestReader
 
-HEAD_SECONDS = 30.0  # in which a request's head must arrive
-LINGER_SECONDS = 2.0
 LAST_CALL_SECONDS = 1.0  # for idle connections of a process that ends
-LAST_LOOK_SECONDS = 0.05
 LEAVING_SECONDS = 0.5  # between two looks for a client's leaving while nothing is read
 PIPELINE_LIMIT = 8
 MOST_BEHIND = 32 * 1024  # bytes that may lie unread behind a request that runs; a TCP window holds more
@@ -334,10 +332,10 @@ class ClientProtocol(asyncio.Protocol):
 
     def _too_late(self) -> ApiError:
         if self._reader.in_head:
-            return errors.request_timeout(HEAD_SECONDS)
+            return request_timeout(HEAD_SECONDS)
         if self._body_since and self.loop.time() - self._body_since > BODY_SECONDS:
             return errors.body_too_slow(SLOWEST_BODY)
-        return errors.request_timeout(self._silence)
+        return request_timeout(self._silence)
 
     def _refuse(self, error: ApiError) -> None:
         """Takes nothing more, and says why, once what was asked before has been answered."""
@@ -356,6 +354,6 @@ class ClientProtocol(asyncio.Protocol):
 
     def _say(self, refusal: ApiError) -> None:
         """A client that still sends has a moment to read it."""
-        self._transport.write(errors.last_answer(refusal))
+        self._transport.write(last_answer(refusal))
         self._transport.write_eof()
         self._expect_within(LINGER_SECONDS)

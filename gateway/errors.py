@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from http import HTTPStatus
 from typing import Literal
 
 import msgspec
@@ -23,15 +22,6 @@ async def send_error(send: Send, error: ApiError, headers: Headers | None = None
     await send_bytes(
         send, error.status, msgspec.json.encode(error.body()), JSON, own + (headers or []), lines
     )
-
-
-def last_answer(error: ApiError) -> bytes:
-    """All bytes of an answer after which the connection closes, to what was no request."""
-    body = msgspec.json.encode(error.body())
-    return (
-        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-        b"connection: close\r\n\r\n%b"
-    ) % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
 
 
 def stream_format(content_type: bytes) -> StreamFormat | None:
@@ -85,28 +75,12 @@ def length_required() -> ApiError:
     )
 
 
-def request_timeout(seconds: float) -> ApiError:
-    return ApiError(
-        408, f"The request did not arrive whole: nothing came for {seconds:g} s.", code="request_timeout"
-    )
-
-
 def body_too_slow(least: int) -> ApiError:
     return ApiError(
         408,
         f"The request's body comes too slowly: at least {least} bytes a second are needed.",
         code="request_timeout",
     )
-
-
-def headers_too_large(limit: int) -> ApiError:
-    return ApiError(
-        431, f"Request line and headers are over the limit of {limit} bytes.", code="headers_too_large"
-    )
-
-
-def invalid_http() -> ApiError:
-    return bad_request("This is no valid HTTP/1.1 request.", code="invalid_http")
 
 
 def pipelined_too_much(limit: int) -> ApiError:

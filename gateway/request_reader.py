@@ -9,10 +9,9 @@ from urllib.parse import unquote
 
 import httptools
 
-from gateway import errors
+from contracts.heads import MAX_HEAD, headers_too_large, invalid_http
 from gateway.asgi import Headers, Scope
 
-MAX_HEAD = 64 * 1024  # bytes of request line and headers, and of framing between two pieces of a body
 LONG_URL = 256  # bytes; not worth remembering
 
 _OWN = frozenset((b"expect", b"host", b"transfer-encoding", b"upgrade"))
@@ -84,7 +83,7 @@ class RequestReader:
             self._requests.on_other_protocol()
         except httptools.HttpParserError:
             too_large = self._head_size > MAX_HEAD
-            raise (errors.headers_too_large(MAX_HEAD) if too_large else errors.invalid_http()) from None
+            raise (headers_too_large() if too_large else invalid_http()) from None
         if self._ended:  # how much of the piece belongs to what began behind it isn't known
             self.began = self.asked
         elif self.asked and not self.in_head:
@@ -93,7 +92,7 @@ class RequestReader:
             self.began = not self._head_size
             self._head_size += len(data)
         if self._head_size > MAX_HEAD or self._framing_size > MAX_HEAD:
-            raise errors.headers_too_large(MAX_HEAD)
+            raise headers_too_large()
 
     # --- httptools
 

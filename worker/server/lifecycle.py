@@ -23,6 +23,7 @@ from worker.ipc.client import EngineClient, EngineDead, engine_command, engine_s
 from worker.ipc.messages import EngineStats, Progress
 from worker.server.app import create_app
 from worker.server.listen import BindError, address, bind
+from worker.server.protocol import BoundedProtocol
 from worker.server.state import ServerState
 from worker.server.supervision import Supervision
 from worker.server.text_model import TextModel
@@ -253,7 +254,7 @@ def uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
         loop="none",
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         access_log=False,
