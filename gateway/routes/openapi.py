@@ -16,9 +16,11 @@ from gateway.upstream import Upstream
 
 Document = dict[str, Any]
 
+_SCHEMA: Final = "#/components/schemas/"
 _ERROR: Final = {"$ref": "#/components/responses/Error"}
 # Paths of a worker that the gateway answers itself, in the same words.
 _LIKE_A_WORKER: Final = ("/v1/models", "/v1/models/{model}", "/metrics", "/version", "/openapi.json")
+_NO_REQUEST: Final = (400, 405, 408, 431)
 _BEFORE_A_WORKER: Final = (400, 404, 405, 408, 411, 413, 415, 429, 431, 500, 502, 503, 504)
 _KEYS: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -76,7 +78,11 @@ class Description:
             for path in ("/v1/models", "/v1/models/{model}"):
                 paths[path] = {"get": self._with_keys(theirs[path]["get"])}
             document["components"]["securitySchemes"] = _KEYS
-        return {**document, "paths": {**paths, **_own_paths()}}
+        paths["/openapi.json"]["get"]["responses"]["503"] = _ERROR  # while no worker is ready
+        shown = {**document, "paths": {**paths, **_own_paths()}}
+        components = document["components"]
+        used = _used(shown["paths"], components["schemas"])
+        return {**shown, "components": {**components, "schemas": used}}
 
     def _proxied_operation(self, operation: Document) -> Document:
         more = {str(status): _ERROR for status in _BEFORE_A_WORKER}
@@ -88,6 +94,22 @@ class Description:
         needed: list[Document] = [{name: []} for name in _KEYS]
         responses = {**operation["responses"], "401": _ERROR, "503": _ERROR}
         return {**operation, "security": needed, "responses": responses}
+
+
+def _used(paths: Document, schemas: Document) -> Document:
+    """The schemas that `paths` refer to: not those of a worker's own paths."""
+    found: set[str] = set()
+    unread: list[Any] = [paths, {"$ref": f"{_SCHEMA}Error"}]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict):
+            name = str(value.get("$ref", "")).removeprefix(_SCHEMA)
+            if name in schemas and name not in found:
+                found.add(name)
+                unread.append(schemas[name])
+        if isinstance(value, (dict, list)):
+            unread.extend(value.values() if isinstance(value, dict) else value)
+    return {name: schema for name, schema in schemas.items() if name in found}
 
 
 def _own_paths() -> Document:
@@ -108,7 +130,8 @@ def _own_paths() -> Document:
 
 
 def _get(summary: str, responses: Document) -> Document:
-    return {"get": {"summary": summary, "tags": ["api"], "responses": {**responses, "405": _ERROR}}}
+    errors = {str(status): _ERROR for status in _NO_REQUEST}
+    return {"get": {"summary": summary, "tags": ["api"], "responses": {**responses, **errors}}}
 
 
 def _json(schema: Document) -> Document:

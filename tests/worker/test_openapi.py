@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
-from tests.worker.fake_engine import in_process, make_state
+from tests.worker.fake_engine import MODEL, POOLING_INFO, FakeEngine, in_process, make_state
 from worker.params import BOUNDS, ParamError, SamplingParams
 from worker.server import schemas
 from worker.server.app import create_app
@@ -107,6 +107,79 @@ def test_chats_call_two_bounds_otherwise(described: dict[str, Any]) -> None:
     assert top["maximum"] == BOUNDS["logprobs"].high
     assert longest["maximum"] == BOUNDS["max_tokens"].high
     assert properties["messages"]["maxItems"] == schemas.MAX_MESSAGES
+
+
+NEEDED = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/embeddings": {"input": "Hi"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fit", "beyond"),
+    [
+        ("/v1/completions", "request_id", "i" * 128, "i" * 129),
+        ("/v1/completions", "request_id", "~", "a b"),
+        ("/v1/completions", "guided_regex", "a" * 16_384, "a" * 16_385),
+        ("/v1/completions", "guided_choice", ["a"] * 1024, ["a"] * 1025),
+        ("/v1/completions", "guided_choice", ["a" * 4096], ["a" * 4097]),
+        ("/v1/completions", "guided_choice", ["a"], []),
+        ("/v1/completions", "guided_grammar", 'start: "a"', ""),
+        ("/v1/completions", "guided_grammar", 'start: "a"', "x" * 65_537),
+        ("/v1/completions", "best_of", 1, 129),
+        ("/v1/completions", "prompt", "x", "x" * 4_000_001),
+        ("/v1/responses", "include", ["reasoning.encrypted_content"], ["other"]),
+        ("/v1/responses", "truncation", "disabled", "auto"),
+        ("/v1/responses", "input", "", []),
+        ("/v1/responses", "tools", [], [{"type": "function", "name": f"f{i}"} for i in range(129)]),
+        ("/v1/responses", "chat_template_kwargs", {}, []),
+        ("/tokenize", "prompt", "", "x" * 4_000_001),
+        ("/detokenize", "tokens", [0], [-1]),
+        ("/v1/embeddings", "normalize", True, "yes"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+async def test_what_is_bounded_is_so_described(
+    described: dict[str, Any], path: str, name: str, fit: Any, beyond: Any
+) -> None:
+    """Both ways: what the description allows is taken, and what it forbids is a 400."""
+    content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    schema = {**content["schema"], "components": described["components"]}
+    engine = FakeEngine(info=POOLING_INFO) if path == "/v1/embeddings" else FakeEngine()
+    state = make_state(engine)
+    async with in_process(state) as client:
+        for value, good in ((fit, True), (beyond, False)):
+            body = {"model": MODEL, **NEEDED.get(path, {}), name: value}
+            assert jsonschema.Draft202012Validator(schema).is_valid(body) == good
+            assert (await client.post(path, json=body)).status_code == (200 if good else 400)
+    if state.grammars is not None:
+        state.grammars.close()
+
+
+UNBOUNDED = {
+    "model", "model_name", "user",  # any text; unknown names are a 404
+    "prompt", "input",  # of token ids: as long as the model's context
+    "tool_choice", "metadata", "stream_options",  # objects
+}  # fmt: skip
+
+
+def test_no_other_field_is_without_bounds(described: dict[str, Any]) -> None:
+    bounds = {
+        "integer": {"minimum", "exclusiveMinimum"}, "number": {"minimum", "exclusiveMinimum"},
+        "string": {"maxLength", "enum"}, "array": {"maxItems"}, "object": {"maxProperties", "properties"},
+    }  # fmt: skip
+    found = set()
+    for operation in OPERATIONS:
+        if operation.body is None or operation.local:
+            continue
+        properties = described["components"]["schemas"][operation.body.__name__]["properties"]
+        for name, schema in properties.items():
+            for branch in schema.get("anyOf", [schema]):
+                kind = str(branch.get("type"))
+                if kind in bounds and bounds[kind].isdisjoint(branch):
+                    found.add(name)
+    assert found <= UNBOUNDED | {"include"}  # whose words are listed
 
 
 async def test_it_is_served(described: dict[str, Any]) -> None:

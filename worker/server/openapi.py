@@ -13,23 +13,11 @@ import msgspec
 
 from contracts.times import Times
 from contracts.usage import UsageReport
-from worker.params import (
-    BIAS,
-    BOUNDS,
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP,
-    MAX_STOP_LENGTH,
-    MAX_STOP_TOKEN_IDS,
-    TOKEN,
-    Bounds,
-)
 from worker.server import answer_shapes as shapes
 from worker.server import schemas
 from worker.server.exchange import Exchange
 from worker.server.not_offered import refused_fields
+from worker.server.openapi_bounds import bound
 from worker.server.responses_input import ResponsesRequest
 from worker.server.state import ServerState
 
@@ -56,8 +44,9 @@ class Operation(NamedTuple):
     local: bool = False
 
 
-_WORK_ERRORS: Final = (400, 404, 405, 408, 413, 500, 503)
-_ADMIN_ERRORS: Final = (400, 404, 405, 408, 413, 500, 503)
+_NO_REQUEST: Final = (400, 408, 431)  # to what is no HTTP, or doesn't come, or is too much
+_WORK_ERRORS: Final = (404, 405, 413, 500, 503)
+_ADMIN_ERRORS: Final = (404, 405, 413, 500, 503)
 
 OPERATIONS: Final = (
     Operation(
@@ -102,7 +91,7 @@ OPERATIONS: Final = (
     Operation("get", "/internal/whoami", "Which worker this is.", None, shapes.WhoAmI, (405,)),
     Operation(
         "get", "/internal/usage/{names}", "What requests used, by the names that a gateway gave them.",
-        None, list[UsageReport], (400, 404, 405), local=True,
+        None, list[UsageReport], (404, 405), local=True,
     ),
     Operation("get", "/internal/window", "How long requests took.", None, Times, (404, 405), local=True),
     Operation(
@@ -131,39 +120,6 @@ _EVENT: Final[Schema] = {
         "data": {"type": "string", "contentMediaType": JSON, "description": "A chunk, or [DONE]."}
     },
     "required": ["data"],
-}
-_TOKEN_IDS: Final[Schema] = {"minimum": TOKEN.low, "maximum": TOKEN.high}
-# What types don't say, by the name of a field and the JSON type of its value.
-_LIMITS: Final[Mapping[str, Mapping[str, Schema]]] = {
-    "priority": {"integer": {"minimum": -schemas.MAX_PRIORITY, "maximum": schemas.MAX_PRIORITY}},
-    "cache_salt": {"string": {"maxLength": schemas.MAX_SALT}},
-    "messages": {"array": {"minItems": 1, "maxItems": schemas.MAX_MESSAGES}},
-    "stop": {
-        "string": {"minLength": 1, "maxLength": MAX_STOP_LENGTH},
-        "array": {"maxItems": MAX_STOP, "items": {"minLength": 1, "maxLength": MAX_STOP_LENGTH}},
-    },
-    "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKEN_IDS, "items": _TOKEN_IDS}},
-    "allowed_token_ids": {"array": {"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS, "items": _TOKEN_IDS}},
-    "bad_words": {
-        "array": {"maxItems": MAX_BAD_WORDS, "items": {"minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH}}
-    },
-    "logit_bias": {
-        "object": {
-            "maxProperties": MAX_LOGIT_BIAS,
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"minimum": BIAS.low, "maximum": BIAS.high},
-        }
-    },
-    "prompt": {"string": {"minLength": 1}, "array": {"minItems": 1}},
-    "input": {"string": {"minLength": 1}, "array": {"minItems": 1}},
-    "dimensions": {"integer": {"minimum": 1}},
-    "tokens": {"array": {"items": {"minimum": 0}}},
-    "chat_template_kwargs": {"object": {}},
-}
-_BOUNDED_AS: Final = {
-    "top_logprobs": "logprobs",
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
 }
 
 
@@ -208,10 +164,11 @@ def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Schema], dict[s
     shown = [_without_raw(kind) for kind in found]
     written, components = msgspec.json.schema_components([*shown, shapes.Error], ref_template=REFS)
     bodies = {operation.body.__name__ for operation in operations if operation.body is not None}
+    bodies.add(schemas.StructuredFields.__name__)
     for name, schema in components.items():
         schema.pop("title", None)
         if name in bodies:
-            _bound(schema["properties"])
+            bound(name, schema["properties"])
     return dict(zip(found, written)), components
 
 
@@ -262,30 +219,6 @@ def _shown_struct(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     return made
 
 
-def _bound(properties: dict[str, Schema]) -> None:
-    """Adds the limits to a body's fields."""
-    for name, schema in properties.items():
-        limits = dict(_LIMITS.get(name, {}))
-        bounds = BOUNDS.get(_BOUNDED_AS.get(name, name))
-        if bounds is not None:
-            limits["integer"] = limits["number"] = _range(bounds)
-        for branch in schema.get("anyOf", [schema]):
-            _narrow(branch, limits.get(branch.get("type"), {}))
-
-
-def _narrow(schema: Schema, limits: Schema) -> None:
-    for key, value in limits.items():
-        if isinstance(value, dict) and isinstance(schema.get(key), dict):
-            _narrow(schema[key], value)
-        else:
-            schema[key] = value
-
-
-def _range(bounds: Bounds) -> Schema:
-    low = "exclusiveMinimum" if bounds.above else "minimum"
-    return {low: bounds.low, "maximum": bounds.high}
-
-
 def _described(operation: Operation, schema_of: Mapping[Any, Schema]) -> Schema:
     answered: Schema = {}
     if operation.answer == TEXT:
@@ -300,7 +233,7 @@ def _described(operation: Operation, schema_of: Mapping[Any, Schema]) -> Schema:
     responses: Schema = {"200": good}
     if operation.path == "/ready":
         responses["503"] = good
-    for status in operation.errors:
+    for status in sorted({*operation.errors, *_NO_REQUEST}):
         responses[str(status)] = {"$ref": "#/components/responses/Error"}
     described: Schema = {
         "summary": operation.summary,

@@ -19,6 +19,7 @@ from worker.server.schemas import (
     ToolCall,
 )
 
+INCLUDED: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 
@@ -212,7 +213,7 @@ def refusal_of(request: ResponsesRequest) -> ApiError | None:
     if request.truncation not in (None, "disabled"):
         return bad_request("truncation must be 'disabled': input that is too long is refused", "truncation")
     for index, name in enumerate(request.include or ()):
-        if name not in ("message.output_text.logprobs", "reasoning.encrypted_content"):
+        if name not in INCLUDED:
             return bad_request(f"include[{index}] is {name[:60]!r}, which isn't there", f"include[{index}]")
     if request.prompt_logprobs is not None:
         return bad_request(

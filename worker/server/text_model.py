@@ -17,9 +17,9 @@ from worker.text.template import ChatTemplate, TemplateError
 from worker.text.tokenizer import Tokenizer
 from worker.weights.source import ModelSource
 
-_MAX_CHARS = 4_000_000  # some seconds of a core; twice what the longest contexts hold
+MAX_CHARS = 4_000_000  # some seconds of a core; twice what the longest contexts hold
 _OFF_LOOP_CHARS = 8192  # longer texts take over a millisecond or so: tokenized on a thread
-_MAX_TOKENS = 1_000_000  # as long as the longest contexts
+MAX_TOKENS = 1_000_000  # as long as the longest contexts
 _OFF_LOOP_TOKENS = 2048
 Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
@@ -93,23 +93,23 @@ class TextModel:
         self, text: str, *, param: str, add_special_tokens: bool, limit: int | None
     ) -> list[int]:
         """Token ids of `text`. ApiError 400 when it is so long that it must have more than `limit` tokens, or
-        has more than _MAX_CHARS characters."""
+        has more than MAX_CHARS characters."""
         tokenizer = self.need_tokenizer(param)
         # A token covers at most so many bytes; the factor is for normalizers that shorten (NFC: 3 to 1).
         fewest = len(text) // (4 * self.longest_token)
         if limit is not None and fewest > limit:
             raise context_too_long(f"at least {fewest}", limit, param)
-        if len(text) > _MAX_CHARS:
-            raise bad_request(f"{param} has {len(text)} characters; at most {_MAX_CHARS} are read.", param)
+        if len(text) > MAX_CHARS:
+            raise bad_request(f"{param} has {len(text)} characters; at most {MAX_CHARS} are read.", param)
         if len(text) < _OFF_LOOP_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def decode(self, tokens: list[int], *, param: str, skip_special_tokens: bool) -> str:
-        """The text of token ids. ApiError 400 for one that doesn't exist, or more than _MAX_TOKENS."""
+        """The text of token ids. ApiError 400 for one that doesn't exist, or more than MAX_TOKENS."""
         tokenizer = self.need_tokenizer(param)
-        if len(tokens) > _MAX_TOKENS:
-            raise bad_request(f"{param} has {len(tokens)} token ids; at most {_MAX_TOKENS} are read.", param)
+        if len(tokens) > MAX_TOKENS:
+            raise bad_request(f"{param} has {len(tokens)} token ids; at most {MAX_TOKENS} are read.", param)
         if tokens and not (min(tokens) >= 0 and max(tokens) < tokenizer.vocab_size):
             raise bad_request(f"{param} must be token ids from 0 to {tokenizer.vocab_size - 1}", param)
         if len(tokens) < _OFF_LOOP_TOKENS:
