@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.machine import describe, gpu_rates
-from kernels.attention import paged_attention
+from kernels.attention import paged_attention, rope_and_decode_triton
 from kernels.batch import AttentionBatch
 from kernels.cache_types import FP8
 from kernels.copy_pages import copy_pages
@@ -118,17 +118,24 @@ def _attention(
     model: Model, lengths: list[int], queries: int, kv_dtype: torch.dtype
 ) -> Callable[[], Callable[[], Any]]:
     batch = _batch(lengths, queries)
+    angles = torch.randn(max(lengths), model.dim, device="cuda")
 
     def make() -> Callable[[], Any]:
         k_cache, v_cache = _cache(model, batch, kv_dtype)
-        q = _random(len(lengths) * queries, model.q_heads, model.dim)
-        return lambda: paged_attention(q, k_cache, v_cache, batch, model.dim**-0.5)
+        rows, scale = len(lengths) * queries, model.dim**-0.5
+        if queries > 1:
+            q = _random(rows, model.q_heads, model.dim)
+            return lambda: paged_attention(q, k_cache, v_cache, batch, scale)
+        heads = (model.q_heads, model.kv_heads, model.kv_heads)
+        q, k, v = _random(rows, sum(heads), model.dim).split(heads, 1)
+        return lambda: rope_and_decode_triton(q, k, v, angles, batch, k_cache, v_cache, scale)
 
     return make
 
 
 def attention_cases(model: Model, kv_dtype: torch.dtype) -> Iterator[Case]:
-    """Decodes are rated by the bytes of keys and values, prefills by the operations of visible pairs."""
+    """Decodes are rated by the bytes of keys and values, prefills by the operations of visible pairs. Decodes
+    rotate and write the step's own token on the way, as in an engine's steps."""
     token = 2 * model.kv_heads * model.dim * kv_dtype.itemsize
     row = 2 * model.q_heads * model.dim * DTYPE.itemsize
     for sequences, context in DECODES:

@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=24, help="Of each model.")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--think", type=float, default=2.0, help="Mean seconds between a user's requests.")
-    parser.add_argument("--steps", default="50%,100%")
+    parser.add_argument("--steps", default="5%,100%")
     parser.add_argument("--hold", type=float, default=3.0, help="Seconds on each step.")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--limit", type=float, default=330.0, help="Seconds of the whole.")

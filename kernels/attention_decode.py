@@ -33,30 +33,56 @@ from kernels.batch import AttentionBatch
 from kernels.cache_types import FP8, as_cached, as_float16, words_as_float16
 from kernels.decode_join import MAX_SPLITS, join, join_splits_triton, split_blocks
 from kernels.decode_plan import FIELDS, plan_decodes_triton
-from kernels.pdl import load_at_once, prefetch
+from kernels.pdl import load_at_once
 from kernels.qk_norm import QkNorm
 from kernels.rope_cache import angles, rotated
 
 LOG2_E = math.log2(math.e)
-FEW_SEQS = 8
+FEW_SEQS = 8  # up to so many share the device evenly
 PROGRAMS_PER_SM = 4  # what 128 registers a thread leave room for: one full wave
+FEW_PROGRAMS_PER_SM = 3
 ONE_PROGRAMS_PER_SM = 2  # for a single sequence: its tile's shared memory
 
 
 @triton.jit
-def _prefetch_block(
-    p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+def _begin(
+    p_q, p_new_k, p_new_v, p_cos_sin, p_position, p_q_weight, p_k_weight, eps, p_key, p_value, scale_log2,
+    stride_qh, stride_cs, mine, kept,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The first block of a program's keys and values."""
-    LINE: tl.constexpr = 1024 // p_k_head.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
-    o_n = tl.minimum(lo + tl.arange(0, BLOCK_N), hi - 1)
-    o_d = tl.arange(0, triton.next_power_of_2(LINES)) * LINE
-    b_page = tl.load(p_table + o_n // PAGE_SIZE).to(tl.int64)
-    b_at = (b_page * stride_n + o_n % PAGE_SIZE * stride_p)[:, None] + o_d[None, :]
-    prefetch(p_k_head + b_at)
-    prefetch(p_v_head + b_at)
+    """A program's queries, and maximum, sum and values of what comes before the tokens in the cache: nothing,
+    or with ROPE the step's own token where it is `mine`, which is written to p_key and p_value if `kept`."""
+    if EARLY:
+        gdc_wait()
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    m_md = (o_m < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :]
+    p_query = p_q + o_m[:, None] * stride_qh
+    if ROPE:
+        m_mine = o_d < tl.where(mine, HEAD_DIM, 0)
+        b_cos, b_sin = angles(p_cos_sin + tl.load(p_position) * stride_cs, o_d, HALF)
+        b_q = rotated(
+            p_query, p_q_weight, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], eps,
+            HEAD_DIM, HALF, NORM, True,
+        )  # fmt: skip
+        b_key = rotated(p_new_k, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, False)
+        b_key = as_cached(b_key, p_key.dtype.element_ty)
+        b_value = as_cached(tl.load(p_new_v + o_d, mask=m_mine, other=0.0), p_value.dtype.element_ty)
+        m_write = o_d < tl.where(mine & kept, HEAD_DIM, 0)
+        tl.store(p_key + o_d, b_key, mask=m_write)
+        tl.store(p_value + o_d, b_value, mask=m_write)
+        # The new key is the first one seen, so that nobody has to wait for it to be in memory.
+        b_own = tl.sum(b_q.to(tl.float32) * b_key.to(tl.float32)[None, :], axis=1) * scale_log2
+        b_max = tl.where(mine, b_own, float("-inf"))
+        b_sum = tl.zeros([BLOCK_M], tl.float32) + mine.to(tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + b_value.to(tl.float32)[None, :]
+    else:
+        b_q = tl.load(p_query + o_d[None, :], mask=m_md, other=0.0)
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return b_q, b_max, b_sum, b_acc
 
 
 @triton.jit(do_not_specialize=["stride_table", "splits"])
@@ -102,14 +128,16 @@ def _decode_kernel(
     p_table = p_block_tables + i_b * stride_table
     p_k_head = p_k + i_h.to(tl.int64) * stride_h
     p_v_head = p_v + i_h.to(tl.int64) * stride_h
-    if PDL:  # lengths and tables are older than the step's first kernel, as are all keys but the last
+    # Lengths and tables are older than the step's first kernel, and so are all keys but the step's own: with
+    # ROPE, which computes those here, loading begins before the kernels in front have ended.
+    EARLY: tl.constexpr = PDL and ROPE
+    if PDL:
         gdc_launch_dependents()
-        if lo < hi:
-            _prefetch_block(
-                p_k_head, p_v_head, p_table, lo, hi, stride_n, stride_p, HEAD_DIM, PAGE_SIZE, BLOCK_N
-            )
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     if PARTIAL and not PLANNED and lo >= hi:
+        if EARLY:
+            gdc_wait()
         return  # who joins the splits knows how many a context has
 
     o_m = tl.arange(0, BLOCK_M)
@@ -119,44 +147,35 @@ def _decode_kernel(
     m_md = m_m[:, None] & m_d[None, :]
     last = tl.maximum(seq_len - 1, 0)
     page = tl.load(p_table + last // PAGE_SIZE).to(tl.int64)
-    p_query = p_q + i_b * stride_qt + (i_h * GROUP + o_m)[:, None] * stride_qh
+    mine = (lo < hi) & (hi == seq_len)
     end = hi
     if ROPE:
-        mine = (lo < hi) & (hi == seq_len)
-        m_mine = o_d < tl.where(mine, HEAD_DIM, 0)
-        b_cos, b_sin = angles(p_cos_sin + tl.load(p_positions + i_b) * stride_cs, o_d, HALF)
-        b_q = rotated(
-            p_query, p_q_weight, m_md, o_d[None, :], b_cos[None, :], b_sin[None, :], eps,
-            HEAD_DIM, HALF, NORM, True,
-        )  # fmt: skip
-        p_key = p_new_k + i_b * stride_nkt + i_h * stride_nkh
-        b_key = rotated(p_key, p_k_weight, m_mine, o_d, b_cos, b_sin, eps, HEAD_DIM, HALF, NORM, False)
-        b_key = as_cached(b_key, p_k.dtype.element_ty)
-        p_value = p_new_v + i_b * stride_nvt + i_h * stride_nvh + o_d
-        b_value = as_cached(tl.load(p_value, mask=m_mine, other=0.0), p_v.dtype.element_ty)
-        m_write = o_d < tl.where(mine & (page > 0), HEAD_DIM, 0)
-        o_new = page * stride_n + last % PAGE_SIZE * stride_p + o_d
-        tl.store(p_k_head + o_new, b_key, mask=m_write)
-        tl.store(p_v_head + o_new, b_value, mask=m_write)
-        # The new key is the first one seen, so that nobody has to wait for it to be in memory.
-        b_own = tl.sum(b_q.to(tl.float32) * b_key.to(tl.float32)[None, :], axis=1) * scale_log2
-        b_max = tl.where(mine, b_own, float("-inf"))
-        b_sum = tl.zeros([BLOCK_M], tl.float32) + mine.to(tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + b_value.to(tl.float32)[None, :]
         end = tl.minimum(hi, last)
-    else:
-        b_q = tl.load(p_query + o_d[None, :], mask=m_md, other=0.0)
-        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if (page == 0) | (first >= end):
+        end = lo
+    p_q += i_b * stride_qt + i_h * GROUP * stride_qh
+    p_new_k += i_b * stride_nkt + i_h * stride_nkh
+    p_new_v += i_b * stride_nvt + i_h * stride_nvh
+    o_new = page * stride_n + last % PAGE_SIZE * stride_p
 
+    b_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float16 if WORDS else p_q.dtype.element_ty)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WORDS:
-        b_q = as_float16(b_q)
         b_even, b_odd = tl.split(tl.reshape(b_acc, (BLOCK_M, BLOCK_D // 2, 2)))
         p_words = p_v_head.to(tl.pointer_type(tl.int16))
         o_w = tl.arange(0, BLOCK_D // 2)
-    if (page == 0) | (first >= end):
-        end = lo
+    if (lo >= end) | (not EARLY):
+        b_queries, b_max, b_sum, b_acc = _begin(
+            p_q, p_new_k, p_new_v, p_cos_sin, p_positions + i_b, p_q_weight, p_k_weight, eps,
+            p_k_head + o_new, p_v_head + o_new, scale_log2, stride_qh, stride_cs, mine, page > 0,
+            GROUP, HEAD_DIM, HALF, ROPE, NORM, BLOCK_M, BLOCK_D, EARLY,
+        )  # fmt: skip
+        if WORDS:
+            b_queries = as_float16(b_queries)
+            b_even, b_odd = tl.split(tl.reshape(b_acc, (BLOCK_M, BLOCK_D // 2, 2)))
+        b_q = b_queries
     last_page = (end - 1) // PAGE_SIZE
     for i_n in range(lo, end, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
@@ -183,6 +202,16 @@ def _decode_kernel(
             b_v = tl.load(p_v_head + b_at, mask=m_n[:, None], other=0.0)
         else:
             b_v = tl.load(p_v_head + b_at, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        if EARLY and i_n == lo:
+            b_queries, b_max, b_sum, b_acc = _begin(
+                p_q, p_new_k, p_new_v, p_cos_sin, p_positions + i_b, p_q_weight, p_k_weight, eps,
+                p_k_head + o_new, p_v_head + o_new, scale_log2, stride_qh, stride_cs, mine, page > 0,
+                GROUP, HEAD_DIM, HALF, ROPE, NORM, BLOCK_M, BLOCK_D, EARLY,
+            )  # fmt: skip
+            if WORDS:
+                b_queries = as_float16(b_queries)
+                b_even, b_odd = tl.split(tl.reshape(b_acc, (BLOCK_M, BLOCK_D // 2, 2)))
+            b_q = b_queries
         b_k = b_k.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
@@ -258,9 +287,12 @@ def _arrivals(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-# What won on an H200; us of one sequence of 32768, 4096, 512 and 128 tokens: 22.4, 6.9, 4.7, 4.4 (with TILE
-# 24.3, 7.5, 4.8, 3.8). Three blocks are in flight a program.
+# What won on an H200; us of a chain of calls, with the step's own token, for what it took when loads began
+# behind the kernel in front and eight sequences were planned: one of 32768 tokens 21.3/24.6, of 4096 7.2/7.7,
+# of 512 4.9/6.1; four of 512 6.0/8.4, of 4096 12.7/15.8; eight of 512 6.7/9.7, of 4096 23.9/26.5, of 200 to
+# 3,800 14.4/18.6.
 ONE_TILE = Tile(64, 4, 4)
+FEW_TILE = Tile(64, 4, 3, 144)
 TILE = Tile(64, 4, 2, 128)
 FP8_ONE_TILE = Tile(64, 4, 3, 128)
 FP8_TILE = Tile(128, 4, 3, 128)  # as many bytes a block; us of 128 sequences of 4096: 133 (floor 128)
@@ -321,20 +353,20 @@ def decode_attention_triton(
     _, q_heads, dim = q.shape
     kv_heads, page_size = k_cache.shape[1:3]
     exact = q.dtype == torch.float32
-    few = num_seqs < FEW_SEQS
+    few = num_seqs <= FEW_SEQS
     large = exact or dim > 128
     one = num_seqs == 1 and not large and pdl.supported(device)
     if tile is None:
         in_fp8 = k_cache.dtype == FP8
-        ones, many = (FP8_ONE_TILE, FP8_TILE) if in_fp8 else (ONE_TILE, TILE)
-        tile = LARGE_TILE if large else ones if one else many
+        ones, some, many = (FP8_ONE_TILE, FP8_TILE, FP8_TILE) if in_fp8 else (ONE_TILE, FEW_TILE, TILE)
+        tile = LARGE_TILE if large else ones if one else some if few else many
     block_n, block_d = tile.block_n, triton.next_power_of_2(dim)
     items = parts = lse = out
     count = num_seqs
     if few:
         context = min(batch.max_seq_len, sliding_window) if sliding_window else batch.max_seq_len
         if splits is None:
-            programs = (ONE_PROGRAMS_PER_SM if one else PROGRAMS_PER_SM) * multiprocessors(device)
+            programs = (ONE_PROGRAMS_PER_SM if one else FEW_PROGRAMS_PER_SM) * multiprocessors(device)
             splits = num_splits(num_seqs, kv_heads, context, block_n, programs)
         count, grid = num_seqs * splits, (kv_heads, num_seqs, splits)
     else:
