@@ -19,8 +19,8 @@ import uvicorn
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
+from contracts import heads
 from contracts.errors import ApiError
-from contracts.heads import HEAD_SECONDS, LAST_LOOK_SECONDS, LINGER_SECONDS, last_answer, request_timeout
 from gateway import errors
 from gateway.asgi import Headers, Scope
 from gateway.deadline import Deadline
@@ -31,8 +31,6 @@ LAST_CALL_SECONDS = 1.0  # for idle connections of a process that ends
 LEAVING_SECONDS = 0.5  # between two looks for a client's leaving while nothing is read
 PIPELINE_LIMIT = 8
 MOST_BEHIND = 32 * 1024  # bytes that may lie unread behind a request that runs; a TCP window holds more
-BODY_SECONDS = 60.0  # in which a body may come as slowly as its client likes
-SLOWEST_BODY = 1024  # bytes a second, after that and on average
 MOST_UNREAD = 8 * 1024**2  # bytes that may come although nobody takes them: behind an answer, or a refusal
 HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before the client is made to wait
 
@@ -108,7 +106,7 @@ class ClientProtocol(asyncio.Protocol):
         self._server_state.connections.add(self)  # type: ignore[arg-type]
         client, server = get_remote_addr(self._transport), get_local_addr(self._transport)
         self._reader = RequestReader(self, client, server)
-        self._expect_within(HEAD_SECONDS)
+        self._expect_within(heads.HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
@@ -146,7 +144,7 @@ class ClientProtocol(asyncio.Protocol):
         if reader.asked and not reader.in_head:
             self._expect_body(len(data))
         elif reader.began and (reader.asked or not self._serving):
-            self._expect_within(HEAD_SECONDS)
+            self._expect_within(heads.HEAD_SECONDS)
 
     # --- for the reader
 
@@ -314,7 +312,7 @@ class ClientProtocol(asyncio.Protocol):
         if self._body_size > MOST_UNREAD and self._latest is not None and self._latest.complete:
             self._transport.close()  # nobody reads them
             return
-        most = self._body_since + BODY_SECONDS + self._body_size / SLOWEST_BODY
+        most = heads.body_deadline(self._body_since, self._body_size)
         self._deadline.set(min(now + self._silence, most))
 
     def _on_late(self) -> None:
@@ -328,14 +326,14 @@ class ClientProtocol(asyncio.Protocol):
             self._transport.close()
         else:  # what the client sent meanwhile may lie in the socket of a loop that was busy
             self._looked = True
-            self._expect_within(LAST_LOOK_SECONDS)
+            self._expect_within(heads.LAST_LOOK_SECONDS)
 
     def _too_late(self) -> ApiError:
         if self._reader.in_head:
-            return request_timeout(HEAD_SECONDS)
-        if self._body_since and self.loop.time() - self._body_since > BODY_SECONDS:
-            return errors.body_too_slow(SLOWEST_BODY)
-        return request_timeout(self._silence)
+            return heads.request_timeout(heads.HEAD_SECONDS)
+        if self._body_since and self.loop.time() - self._body_since > heads.BODY_SECONDS:
+            return heads.body_too_slow()
+        return heads.request_timeout(self._silence)
 
     def _refuse(self, error: ApiError) -> None:
         """Takes nothing more, and says why, once what was asked before has been answered."""
@@ -354,6 +352,6 @@ class ClientProtocol(asyncio.Protocol):
 
     def _say(self, refusal: ApiError) -> None:
         """A client that still sends has a moment to read it."""
-        self._transport.write(last_answer(refusal))
+        self._transport.write(heads.last_answer(refusal))
         self._transport.write_eof()
-        self._expect_within(LINGER_SECONDS)
+        self._expect_within(heads.LINGER_SECONDS)

@@ -75,14 +75,6 @@ def length_required() -> ApiError:
     )
 
 
-def body_too_slow(least: int) -> ApiError:
-    return ApiError(
-        408,
-        f"The request's body comes too slowly: at least {least} bytes a second are needed.",
-        code="request_timeout",
-    )
-
-
 def pipelined_too_much(limit: int) -> ApiError:
     return bad_request(
         f"More than {format_bytes(limit)} were sent behind requests that were still being answered; send "

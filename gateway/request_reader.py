@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 import httptools
 
-from contracts.heads import MAX_HEAD, headers_too_large, invalid_http
+from contracts.errors import ApiError
+from contracts.heads import MAX_HEAD, check_hosts, headers_too_large, invalid_http
 from gateway.asgi import Headers, Scope
 
 LONG_URL = 256  # bytes; not worth remembering
@@ -81,7 +82,9 @@ class RequestReader:
         except httptools.HttpParserUpgrade:
             # Answered like any request, by what it says it wants.
             self._requests.on_other_protocol()
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, ApiError):  # a callback's own
+                raise error.__context__ from None
             too_large = self._head_size > MAX_HEAD
             raise (headers_too_large() if too_large else invalid_http()) from None
         if self._ended:  # how much of the piece belongs to what began behind it isn't known
@@ -135,8 +138,7 @@ class RequestReader:
         version = parser.get_http_version()
         if self._odd_coding or version not in ("1.1", "1.0") or (self._coded and version == "1.0"):
             raise ValueError("not what this server speaks")
-        if self._hosts > 1 or (not self._hosts and version == "1.1"):  # RFC 9112, 3.2
-            raise ValueError("not one host")
+        check_hosts(self._hosts, version)
         path, query = _split(self._url) if len(self._url) < LONG_URL else _split.__wrapped__(self._url)
         scope = {
             "type": "http",

@@ -39,7 +39,7 @@ from worker.config import WorkerConfig, read_config
 from worker.server import schemas
 from worker.server.app import create_app
 from worker.server.metrics import Metrics
-from worker.server.not_offered import EMBEDDINGS_NOT_OFFERED, NOT_OFFERED, refused_fields
+from worker.server.not_offered import EMBEDDINGS_NOT_OFFERED, RESPONSES_NOT_OFFERED, refused_fields
 from worker.server.responses_input import ResponsesRequest
 from worker.server.state import ServerState
 
@@ -234,7 +234,7 @@ def test_fields_of_bodies(heading: str) -> None:
 def test_refused_fields_are_fields() -> None:
     refused = set(first_cells(API, "field", "Refused parameters"))
     known = set().union(*map(field_names, FIELD_TABLES.values()))
-    assert set(NOT_OFFERED) | set(EMBEDDINGS_NOT_OFFERED) <= refused
+    assert set(RESPONSES_NOT_OFFERED) | set(EMBEDDINGS_NOT_OFFERED) <= refused
     assert {name.split("[")[0] for name in refused} <= known
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway import client_protocol
+from contracts import heads
 from gateway.asgi import Headers, Message, Receive, Scope, Send
 from gateway.exchange import Exchange
 from tests.gateway.rig import http_post, one_worker, until
@@ -45,7 +45,7 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(tmp_path: Path
 async def test_half_a_head_behind_a_running_request_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(heads, "HEAD_SECONDS", 0.2)
     async with one_worker(tmp_path, timeouts={"idle": 2}) as rig:
         raw = await rig.raw(stream(chunks=10, delay=0.1) + b"GET /health HTT")
         assert b"[DONE]" in raw

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from gateway import client_protocol, request_reader
+from contracts import heads
+from gateway import request_reader
 from tests.gateway.rig import Rig, http_post, one_worker, target, until
 
 BODY = b'{"model":"m"}'
@@ -191,7 +192,7 @@ async def test_a_request_in_single_bytes(tmp_path: Path) -> None:
 
 
 async def test_requests_that_do_not_arrive_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_protocol, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(heads, "HEAD_SECONDS", 0.3)
     async with one_worker(tmp_path, timeouts={"idle": 0.4}) as rig:
         assert await rig.raw(b"") == b""
         assert answer(await rig.raw(b"GET /health HTT"))[0] == 408
@@ -221,7 +222,7 @@ async def test_a_body_that_keeps_coming_may_take_longer(tmp_path: Path) -> None:
 
 async def test_a_body_that_trickles_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte by byte it could come for as long as `max_body` has bytes, and be silent never."""
-    monkeypatch.setattr(client_protocol, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(heads, "BODY_SECONDS", 0.5)
     async with one_worker(tmp_path) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(http_post(b" " * 100_000)[:-100_000])
@@ -237,7 +238,7 @@ async def test_a_body_that_trickles_has_an_end(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_a_body_at_a_rate_may_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_protocol, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(heads, "BODY_SECONDS", 0.3)
     body = BODY + b" " * 400_000
     async with one_worker(tmp_path) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)

@@ -52,11 +52,22 @@ def chain(rules: int) -> str:
     return "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(rules)) + f'a{rules}: "x"\n'
 
 
+def needs(child: str) -> dict[str, Any]:
+    """An object in an object, and so on."""
+    return {"type": "object", "properties": {child: {"$ref": "#"}}, "required": [child]}
+
+
+LIST_OF_ITSELF = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}
+OR_NULL = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
 GOOD: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
     {"json": {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}},
     {"json": {"oneOf": [{"type": "string"}, {"type": "null"}]}},
     {"json": True},
+    {"json": {**needs("child"), "required": []}},
+    {"json": {**needs("child"), "properties": {"child": OR_NULL}}},
+    {"json": {**needs("child"), "type": ["object", "string"]}},
+    {"json": {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {**LIST_OF_ITSELF, "minItems": 0}}}},
     {"json_object": True},
     {"regex": "[a-f]{3}(-[0-9]+)?"},
     {"choice": ["yes", "no", 'é"\n\\/😀']},
@@ -74,11 +85,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "strnig"}}, "strnig"),
     ({"json": {"not": {"type": "string"}}}, '"not"'),
     ({"json": {"type": "string", "format": "made-up"}}, "made-up"),
-    ({"json": {"$ref": "https://example.com/schema.json"}}, "https://example.com/schema.json"),
+    ({"json": {"$ref": "https://example.com/schema.json"}}, "'https://example.com/schema.json'; only"),
     ({"json": {"$ref": "file:///etc/passwd"}}, "file:///etc/passwd"),
-    ({"json": {"$ref": "#/$defs/nowhere"}}, "nowhere"),
+    ({"json": {"$ref": "#/$defs/nowhere"}}, "a $ref leads to '#/$defs/nowhere', which isn't in the schema"),
     ({"json": {"$ref": "#"}}, "no answer can have this form"),
     ({"json": {"$ref": "#/a", "a": {"$ref": "#/b"}, "b": {"$ref": "#/a"}}}, "Schema intersection"),
+    ({"json": needs("child")}, "no answer can have this form"),
+    ({"json": {"$ref": "#/$defs/a~1b", "$defs": {"a/b": LIST_OF_ITSELF}}}, "no answer can have this form"),
+    ({"json": {"type": "object", "anyOf": [needs("a"), needs("b")]}}, "no answer can have this form"),
+    ({"json": {"allOf": [{"type": "object"}, needs("a")]}}, "no answer can have this form"),
     ({"json": False}, "no answer can have this form"),
     ({"json": nested(20_000)}, "nested too deeply"),
     ({"json": nested(300)}, "recursion limit"),

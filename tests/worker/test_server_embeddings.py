@@ -71,12 +71,13 @@ async def test_base64_is_little_endian_float32() -> None:
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
-async def test_whether_vectors_have_length_1_is_the_model_s_word(normalizes: bool) -> None:
+@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+async def test_whether_vectors_have_length_1_is_the_model_s_word(name: str, normalizes: bool) -> None:
     pooling = msgspec.structs.replace(POOLING, normalize=normalizes)
     engine = FakeEngine(info=msgspec.structs.replace(POOLING_INFO, pooling=pooling))
-    assert (await ask(state_of(engine), input="abc", normalize=normalizes)).status_code == 200
-    response = await ask(state_of(engine), input="abc", normalize=not normalizes)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "normalize")
+    assert (await ask(state_of(engine), input="abc", **{name: normalizes})).status_code == 200
+    response = await ask(state_of(engine), input="abc", **{name: not normalizes})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
     assert f"must be {str(normalizes).lower()}" in response.json()["error"]["message"]
 
 
@@ -104,6 +105,14 @@ async def test_a_cut_vector() -> None:
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "x", "priority": 10**7}, "priority"),
         ({"input": "x", "cache_salt": "s" * 257}, "cache_salt"),
+        ({"input": "x", "request_id": "a b"}, "request_id"),
+        ({"input": "x", "stream": True}, "stream"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "padding": "max_length"}, "padding"),
+        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "x", "endianness": "big"}, "endianness"),
+        ({"prompt": "x"}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
     ],
 )
 async def test_what_is_refused_is_named(fields: dict[str, Any], param: str) -> None:
@@ -112,6 +121,25 @@ async def test_what_is_refused_is_named(fields: dict[str, Any], param: str) -> N
     error = response.json()["error"]
     assert error["param"] == param
     assert param in error["message"]
+
+
+async def test_what_says_what_is_so_anyway_is_accepted() -> None:
+    fields = {
+        "stream": False,
+        "n": 1,
+        "padding": "do_not_pad",
+        "embed_dtype": "float32",
+        "endianness": "native",
+    }
+    assert (await ask(state_of(), input="abc", **fields)).status_code == 200
+
+
+async def test_ids_from_outside_may_repeat() -> None:
+    state = state_of()
+    answers = await asyncio.gather(
+        *(ask(state, input="abc", request_id=name) for name in ("mine", "embd-mine"))
+    )
+    assert [answer.json()["id"] for answer in answers] == ["embd-mine", "embd-mine"]
 
 
 async def test_as_long_as_the_context_and_no_longer() -> None:

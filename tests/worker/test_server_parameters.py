@@ -14,7 +14,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 
 from tests.test_docs import API, first_cells
 from tests.worker.fake_engine import MODEL, FakeEngine, in_process, make_state, strict_json
-from worker.server.not_offered import NOT_OFFERED, refused_fields
+from worker.server.not_offered import refused_fields
 from worker.server.responses_input import ResponsesRequest
 from worker.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, GenerateRequest
 
@@ -63,7 +63,7 @@ async def test_what_changes_an_answer_and_is_not_there_is_refused_by_name(path: 
         for wanted in ({"some": "thing"}, "something", 0.5):
             status, body, engine = await post(path, **{name: wanted})
             assert (status, body["error"]["param"]) == (400, name), (name, wanted)
-            assert NOT_OFFERED[name].why in body["error"]["message"]
+            assert ROUTES[path][0].not_offered[name].why in body["error"]["message"]
             assert engine.submitted == []
 
 
@@ -75,7 +75,7 @@ async def test_what_says_what_is_so_anyway_is_accepted(path: str) -> None:
     fields = {name: value for name, value in NEUTRAL.items() if name in names}
     status, body, _ = await post(path, **fields, best_of=1)
     assert status == 200, body
-    assert set(fields) == {name for name in names if NOT_OFFERED[name].neutral}
+    assert set(fields) == {name for name in names if ROUTES[path][0].not_offered[name].neutral}
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -144,3 +144,73 @@ def _noting(engine: FakeEngine, seen: list[Any]) -> Any:
         return submit(request)
 
     return noted
+
+
+@pytest.mark.parametrize(
+    ("head", "hosts"),
+    [
+        (b"GET /version HTTP/1.1\r\n", 0),
+        (b"GET /version HTTP/1.1\r\nhost: x\r\nHost: x\r\n", 2),
+        (b"GET /version HTTP/1.0\r\nhost: x\r\nhost: y\r\n", 2),
+        (b"POST /tokenize HTTP/1.1\r\ncontent-length: 2\r\n", 0),
+    ],
+)
+async def test_a_request_names_one_host(head: bytes, hosts: int) -> None:
+    answer = await raw(make_state(), head + b"\r\n")
+    assert error_of(answer) == (400, "invalid_http")
+    assert b"exactly one Host header, not %d" % hosts in answer
+
+
+async def test_http_1_0_needs_no_host() -> None:
+    assert (await raw(make_state(), b"GET /version HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", [b"/tokenize", b"/nothing/here"], ids=["read", "answered before its end"])
+async def test_a_body_that_trickles_has_an_end(path: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "BODY_SECONDS", 0.3)
+    async with serving(make_state()) as url, asyncio.timeout(60):
+        reader, writer = await connect(url)
+        writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" % path)
+        reading = asyncio.create_task(reader.read())
+        while not reading.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        answer = await reading
+        writer.close()
+    assert error_of(answer[answer.rindex(b"HTTP/1.1") :]) == (408, "request_timeout")
+    assert b"1024 bytes a second" in answer
+
+
+async def test_a_body_at_a_rate_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "BODY_SECONDS", 0.2)
+    body = BODY + b" " * 400_000
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
+        body
+    )
+    async with serving(make_state()) as url, asyncio.timeout(60):
+        reader, writer = await connect(url)
+        writer.write(head)
+        for start in range(0, len(body), 20_000):
+            writer.write(body[start : start + 20_000])
+            await asyncio.sleep(0.03)
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_behind_a_running_request_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "BODY_SECONDS", 0.05)
+    engine = FakeEngine(paused=True)
+    body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 3}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    async with serving(make_state(engine)) as url, asyncio.timeout(60):
+        reader, writer = await connect(url)
+        writer.write(head % len(body) + body + head % len(body) + body[:-1])
+        await eventually(lambda: engine.in_flight == 1)
+        await asyncio.sleep(0.3)
+        assert engine.in_flight == 1
+        engine.paused = False
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert error_of(answer[answer.rindex(b"HTTP/1.1") :]) == (408, "request_timeout")

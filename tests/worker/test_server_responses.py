@@ -285,6 +285,15 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> Non
     assert answer.json()["error"]["param"] == param, answer.text
 
 
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+async def test_what_is_sent_in_the_place_of_input_is_named(name: str) -> None:
+    async with in_process(worker("x")) as client:
+        answer = await client.post("/v1/responses", json={"model": MODEL, name: "Hi"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, name)
+    assert "input" in error["message"]
+
+
 async def test_an_engine_that_dies_ends_the_stream_with_an_error() -> None:
     state = worker("Hello, world!", step_seconds=0.05)
     engine = engine_of(state)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from worker.grammar.compiling import STACK_BYTES, GrammarError, compile_matcher
+from worker.grammar.compiling import NOTHING_MATCHES, STACK_BYTES, GrammarError, compile_matcher
+from worker.grammar.endless import is_endless
 from worker.params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def problem(tokenizer: LLTokenizer, form: StructuredOutputs) -> str:
         nonlocal found
         try:
             compile_matcher(tokenizer, form)
+            if isinstance(form.json, str) and is_endless(json.loads(form.json)):
+                found = NOTHING_MATCHES
         except GrammarError as error:
             found = str(error)
         except Exception as error:

@@ -34,6 +34,10 @@ _LIMITS = ("too many", "too large", "precomputation failed", "Current row has", 
 _PART: Final = re.compile(
     r'at \d+\(\d+\): (?:failed to compile JSON schema: |invalid regex ".*?" \(in regex\): )', re.DOTALL
 )
+# Errors about references; llguidance names the schema itself by this address.
+_OWN_ADDRESS: Final = "json-schema:///"
+_NO_PLACE: Final = re.compile(r"Pointer '(.*?)' does not exist", re.DOTALL)
+_ELSEWHERE: Final = re.compile(r"Resource '(.*?)' is not present in a registry.*", re.DOTALL)
 _EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 # oneOf as most schemas mean it (one of several kinds of things): that only one fits isn't enforced.
 SCHEMA_OPTIONS: Final[JsonCompileOptions] = {
@@ -41,7 +45,7 @@ SCHEMA_OPTIONS: Final[JsonCompileOptions] = {
     "coerce_one_of": True,
     "lenient": False,
 }
-_NOTHING_MATCHES = "no answer can have this form"
+NOTHING_MATCHES = "no answer can have this form"
 
 
 class GrammarError(ValueError):
@@ -67,16 +71,19 @@ def compile_matcher(tokenizer: LLTokenizer, form: StructuredOutputs) -> LLMatche
     if matcher.is_error():
         raise GrammarError(readable(matcher.get_error()))
     if matcher.is_stopped() and not matcher.is_accepting():
-        raise GrammarError(_NOTHING_MATCHES)
+        raise GrammarError(NOTHING_MATCHES)
     return matcher
 
 
 def readable(error: str) -> str:
     """llguidance's message, for a person and of bounded length."""
     if error.startswith("NoExtension"):
-        return _NOTHING_MATCHES
+        return NOTHING_MATCHES
     text = error.removesuffix("\n<non-verbose/>").strip()
     text = text.replace("Unimplemented keys:", "keywords that can't be enforced:")
+    text = text.replace(_OWN_ADDRESS, "")
+    text = _NO_PLACE.sub(r"a $ref leads to '#\1', which isn't in the schema", text)
+    text = _ELSEWHERE.sub(r"a $ref leads to '\1'; only references within the schema are followed", text)
     part = _PART.match(text)
     if part is not None:
         text = _EXCERPT.sub("", text[part.end() :])
@@ -112,7 +119,7 @@ def _schema_source(text: str) -> str:
     except ValueError as error:
         raise GrammarError(f"the schema is not valid JSON: {error}") from None
     if schema is False:
-        raise GrammarError(_NOTHING_MATCHES)
+        raise GrammarError(NOTHING_MATCHES)
     if schema is True:
         schema = {}
     elif not isinstance(schema, dict):

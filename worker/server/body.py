@@ -46,7 +46,7 @@ async def check_contents(body: bytes) -> None:
         if count > most:
             raise ApiError(
                 400,
-                f"The request's body holds {count} {what}; at most {most} are read in one request. Send "
+                f"The request body holds {count} {what}; at most {most} are read in one request. Send "
                 "fewer at a time.",
                 code="too_many_values",
             )

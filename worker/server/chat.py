@@ -17,9 +17,9 @@ from worker.server.refusals import check_stream_options
 from worker.server.sampling import sampling_params
 from worker.server.schemas import ChatRequest
 from worker.server.state import ServerState
-from worker.server.structured import check_form, form_field
+from worker.server.structured import form_field
 from worker.server.text_model import TextModel
-from worker.server.tools import ToolUse, chat_tools, tool_use, with_tools
+from worker.server.tools import ToolUse, chat_tools, check_calls, tool_use, with_tools
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
@@ -32,7 +32,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     tools = tool_use(chat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params = _params(request, tools, text)
     form = form_field(request) or "tools"
-    await check_form(state, params, form)
+    await check_calls(state, tools, params, form)
     check_sequences(state, 1, params.n)
     prompt = await render_chat(
         text,

@@ -65,7 +65,7 @@ def _wrong_type(message: str, type: Any, within: str) -> Exception:
     if missing is not None:
         path = f"{path}.{missing[1]}" if path else missing[1]
         return bad_request(f"{path} is missing.", path)
-    where = path or "The request's body"
+    where = path or "The request body"
     if allowed:
         text = f"{text[0].lower()}{text[1:]}; it is one of {', '.join(map(repr, allowed))}"
         return bad_request(f"{where} has an {text}.", path)

@@ -21,13 +21,14 @@ from worker.server.exchange import Exchange
 from worker.server.fitting import one_kind
 from worker.server.generation import priority_of, too_late
 from worker.server.not_offered import check_offered
-from worker.server.sampling import check_scheduling
+from worker.server.sampling import check_request_id, check_scheduling
 from worker.server.schemas import EmbeddingRequest, Prompt
 from worker.server.state import ServerState, engine_dead
 from worker.server.text_model import TextModel, context_too_long
 
 MAX_INPUTS = 2048
 _MANY_NUMBERS = 1 << 16  # in an answer: some milliseconds
+_ID_PREFIX = "embd-"
 _NOT_SAMPLED = SamplingParams()
 
 
@@ -77,14 +78,15 @@ class EmbeddingJob:
     ) -> None:
         self._state = state
         self._engine, _, _ = state.ready()
-        self.id = f"embd-{uuid.uuid4().hex}"
+        minted = f"{_ID_PREFIX}{uuid.uuid4().hex}"  # ids from outside may repeat
+        self.id = _ID_PREFIX + (request.request_id or minted).removeprefix(_ID_PREFIX)
         self.names = frozenset((self.id, exchange.request_id))
         self._account = exchange.account
         self._error: ApiError | None = None
         service_class = exchange.service_class
         self._requests = [
             EngineRequest(
-                request_id=f"{self.id}-{index}",
+                request_id=f"{minted}-{index}",
                 prompt_token_ids=prompt,
                 params=_NOT_SAMPLED,
                 seed=0,
@@ -170,13 +172,16 @@ def _pooling(info: EngineInfo, request: EmbeddingRequest) -> PoolingConfig:
         allowed = [*sorted(info.pooling.sizes), info.pooling.size]
         sizes = f"from 1 to {info.pooling.size}" if info.pooling.any_size else " or ".join(map(str, allowed))
         raise bad_request(f"dimensions must be {sizes} for this model, not {dimensions}", "dimensions")
-    if request.normalize not in (None, info.pooling.normalize):
-        so = "true" if info.pooling.normalize else "false"
-        raise bad_request(
-            f"normalize must be {so} for this model, or left out: its checkpoint (modules.json) says whether "
-            "vectors have length 1",
-            "normalize",
-        )
+    for name, wanted in (("normalize", request.normalize), ("use_activation", request.use_activation)):
+        if wanted not in (None, info.pooling.normalize):
+            so = "true" if info.pooling.normalize else "false"
+            raise bad_request(
+                f"{name} must be {so} for this model, or left out: its checkpoint (modules.json) says "
+                "whether vectors have length 1",
+                name,
+            )
+    if request.request_id is not None:
+        check_request_id(request.request_id)
     check_offered(request)
     check_scheduling(request.cache_salt, request.priority)
     return info.pooling

@@ -150,7 +150,7 @@ class Exchange:
             except TimeoutError:
                 raise ApiError(
                     408,
-                    f"The request's body stopped arriving for {BODY_IDLE_SECONDS:.0f} s.",
+                    f"The request body stopped arriving for {BODY_IDLE_SECONDS:.0f} s.",
                     code="request_timeout",
                     headers={"connection": "close"},
                 ) from None
@@ -240,7 +240,7 @@ def usable_name(value: str | None) -> str | None:
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
-        f"The request's body is over the limit of {limit} bytes ({format_bytes(limit)}); send less, or "
+        f"The request body is over the limit of {limit} bytes ({format_bytes(limit)}); send less, or "
         "raise the worker's --max-body (in a fleet: gateway.max_body).",
         code="request_too_large",
         headers={"connection": "close"},  # the rest of the body is not read

@@ -76,10 +76,21 @@ NOT_OFFERED: Final[Mapping[str, NotOffered]] = {
     "suffix": NotOffered("the models served here continue text, they don't fill in", ("",)),
 }
 
+# Of responses, where some names belong to other routes.
+RESPONSES_NOT_OFFERED: Final[Mapping[str, NotOffered]] = {
+    **NOT_OFFERED,
+    "prompt": NotOffered("prompts aren't stored, send instructions and input"),
+    "messages": NotOffered("send them as input"),
+}
+
 # Of embeddings, where some names mean something else.
 EMBEDDINGS_NOT_OFFERED: Final[Mapping[str, NotOffered]] = {
+    "prompt": NotOffered("send it as input"),
     "messages": NotOffered("inputs are texts or token ids; /tokenize gives the tokens of a chat"),
     "truncate_prompt_tokens": NotOffered("inputs that are too long are refused; shorten them"),
+    "padding": NotOffered("inputs are taken as they are", ("do_not_pad",)),
+    "stream": NotOffered("all vectors come in one answer"),
+    "n": NotOffered("an input has one vector", (1,)),
     "embed_dtype": NotOffered("vectors are float32", ("float32", "float")),
     "endianness": NotOffered("base64 holds float32, little-endian", ("little", "native")),
 }

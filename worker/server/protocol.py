@@ -1,4 +1,5 @@
-"""A client's connection to a worker: uvicorn's protocol, with a bound on what comes before a body."""
+"""A client's connection to a worker: uvicorn's protocol, with bounds on what comes before a body and on how
+slowly that may come."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from contracts.errors import ApiError
 
 class BoundedProtocol(HttpToolsProtocol):
     """A request's head has MAX_HEAD bytes and HEAD_SECONDS, and the framing between two pieces of a body as
-    many bytes. What exceeds that, or is no HTTP, gets an error as everything else does, and nothing more is
-    taken."""
+    many bytes; a body has a least rate. What exceeds that, or is no HTTP, gets an error as everything else
+    does, and nothing more is taken."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -23,7 +24,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._piece = 0  # bytes that are parsed
         self._unused = 0  # bytes of earlier pieces, since a head was whole or a body moved
         self._moved = False  # a head, or a body, in the piece that is parsed
-        self._too_large = False
+        self._body_size = 0  # of the pieces that hold it
+        self._body_since = 0.0  # loop time since which they are waited for; 0: no body is
+        self._problem: ApiError | None = None  # of the head that is parsed
         self._refused = False
         self._looked = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -51,10 +54,19 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._unused > heads.MAX_HEAD:
             self._refuse(heads.headers_too_large())
+        elif not self._in_head:
+            self._expect_body()
         elif self._moved and not self._begun:
             self._expect_nothing()
-        elif self._in_head and self._deadline is None:
+        elif self._deadline is None:
             self._expect_within(heads.HEAD_SECONDS)
+
+    def _expect_body(self) -> None:
+        """More of a body must come, and all of it at a rate."""
+        self._body_size += self._piece
+        if not self._body_since:
+            self._body_since = self.loop.time()
+            self._expect_within(heads.BODY_SECONDS)
 
     # --- httptools
 
@@ -67,13 +79,21 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        try:
+            self._check_head()
+        except ApiError as error:
+            self._problem = error  # uvicorn doesn't tell send_400_response what was raised
+            raise
+        self._in_head, self._begun, self._moved = False, False, True
+        super().on_headers_complete()
+
+    def _check_head(self) -> None:
         if self._unused + self._piece > heads.MAX_HEAD:  # a part of the piece may be another request's
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > heads.MAX_HEAD:
-                self._too_large = True
-                raise ValueError("head too large")
-        self._in_head, self._begun, self._moved = False, False, True
-        super().on_headers_complete()
+                raise heads.headers_too_large()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        heads.check_hosts(hosts, self.parser.get_http_version())
 
     def on_body(self, body: bytes) -> None:
         self._moved = True
@@ -81,6 +101,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head, self._moved = True, True
+        self._body_size, self._body_since = 0, 0.0
+        self._expect_nothing()
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -89,7 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- refusals
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(heads.headers_too_large() if self._too_large else heads.invalid_http())
+        self._refuse(self._problem or heads.invalid_http())
 
     def _refuse(self, error: ApiError) -> None:
         self._refused = True
@@ -121,6 +143,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _on_late(self) -> None:
         if self._refused or self.transport.is_closing():
             self.transport.close()
+        elif self._body_since:
+            self._on_late_body()
         elif self._answering:
             self._expect_within(heads.HEAD_SECONDS)  # what comes behind a request has time until its answer
         elif not self._looked:
@@ -130,3 +154,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(heads.request_timeout(heads.HEAD_SECONDS))
         else:
             self.transport.close()
+
+    def _on_late_body(self) -> None:
+        """Called at times in the course of a body: is it late by now?"""
+        now = self.loop.time()
+        if (
+            self.pipeline or self.flow.read_paused
+        ):  # what is missing isn't the client's fault, or nobody's loss
+            self._body_since, self._body_size = now, 0
+        left = heads.body_deadline(self._body_since, self._body_size) - now
+        if left > 0:
+            self._expect_within(left)
+        else:
+            self._refuse(heads.body_too_slow())

@@ -23,9 +23,9 @@ from worker.server.responses_input import ResponsesRequest, TextFormat, messages
 from worker.server.responses_output import Event, OutputItems
 from worker.server.sampling import sampling_params
 from worker.server.state import ServerState
-from worker.server.structured import check_form, form_field, with_form
+from worker.server.structured import form_field, with_form
 from worker.server.text_model import TextModel
-from worker.server.tools import ToolUse, flat_tools, tool_use, with_tools
+from worker.server.tools import ToolUse, check_calls, flat_tools, tool_use, with_tools
 from worker.text.tokenizer import Tokenizer
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -42,7 +42,7 @@ async def responses(state: ServerState, exchange: Exchange) -> None:
         raise refusal
     tools = tool_use(flat_tools(request.tools), request.tool_choice, request.parallel_tool_calls)
     params, asked_by = _params(request, tools, text)
-    await check_form(state, params, asked_by)
+    await check_calls(state, tools, params, asked_by)
     check_sequences(state, 1, params.n)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = with_effort(template_variables(request.chat_template_kwargs), effort)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
 from contracts.errors import ApiError, bad_request
-from worker.server.not_offered import NOT_OFFERED
+from worker.server.not_offered import NOT_OFFERED, RESPONSES_NOT_OFFERED, NotOffered
 from worker.server.schemas import (
     MAX_MESSAGES,
     FunctionCall,
@@ -62,6 +62,8 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(Sampling, kw_only=True):
+    not_offered: ClassVar[Mapping[str, NotOffered]] = RESPONSES_NOT_OFFERED
+
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -79,6 +81,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     stream_options: dict[str, Any] | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
     prompt: Any = None
+    messages: Any = None
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
@@ -201,12 +204,8 @@ def _need(value: str | None, where: str) -> str:
 
 def refusal_of(request: ResponsesRequest) -> ApiError | None:
     """What is asked for and not done here: an answer that leaves it out would mislead."""
-    for name, wanted, instead in (
-        ("prompt", request.prompt, "prompts aren't stored: send instructions and input"),
-        ("max_tokens", request.max_tokens, "send max_output_tokens"),
-    ):
-        if wanted:
-            return bad_request(f"{name} is not supported: {instead}", name)
+    if request.max_tokens:
+        return bad_request("max_tokens is not supported: send max_output_tokens", "max_tokens")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         why = NOT_OFFERED["verbosity"].why
         return bad_request(f"text.verbosity is not supported: {why}", "text.verbosity")

@@ -3,7 +3,7 @@ vLLM's structured_outputs, and the guided_* of its earlier versions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -67,9 +67,17 @@ def with_form(
 async def check_form(state: ServerState, params: SamplingParams, field: str) -> None:
     """ApiError 400 naming `field` when the form that `params` ask for can't be used, 503 when that can't be
     known now."""
-    form = params.structured_outputs
-    if form is None:
-        return
+    if params.structured_outputs is not None:
+        await check_forms(state, [(field, params.structured_outputs)])
+
+
+async def check_forms(state: ServerState, forms: Iterable[tuple[str, StructuredOutputs]]) -> None:
+    """The same of several forms, each with the field that asks for it."""
+    for field, form in forms:
+        await _check(state, form, field)
+
+
+async def _check(state: ServerState, form: StructuredOutputs, field: str) -> None:
     _, _, text = state.ready()
     tokenizer = text.need_tokenizer(field)
     if state.grammars is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -16,8 +16,9 @@ from worker.params import ParamError, SamplingParams, StructuredOutputs
 from worker.server.decoding import decode
 from worker.server.references import moved
 from worker.server.schemas import MAX_TOOLS, MAX_TOOLS_SIZE, FlatTool, Function, Sampling, Tool
+from worker.server.state import ServerState
 from worker.server.strict import strict_grammar
-from worker.server.structured import with_form
+from worker.server.structured import check_form, check_forms, with_form
 from worker.server.text_model import TextModel
 from worker.text.answer import Reader
 from worker.text.calls import CallFormat, MarkedCalls
@@ -31,10 +32,12 @@ _CHOICES: Final = (
 
 
 class Offered(NamedTuple):
-    """The tools of a request, as the model sees them; and which functions are `strict`."""
+    """The tools of a request, as the model sees them; which functions are `strict`; and by name of a function
+    the request's field that has its parameters."""
 
     tools: Sequence[dict[str, Any]] = ()
     strict: frozenset[str] = frozenset()
+    fields: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class ToolUse:
         named: the answer is a call of this function.
         most: calls that an answer may have; None: any number.
         strict: functions whose arguments keep to their schema also where the model may call or not.
+        fields: by name of a function, the request's field that has its parameters.
     """
 
     tools: Sequence[dict[str, Any]]
@@ -56,6 +60,7 @@ class ToolUse:
     named: str | None = None
     most: int | None = None
     strict: frozenset[str] = frozenset()
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def forced(self) -> bool:
@@ -77,6 +82,18 @@ class ToolUse:
         with _usable("parameters of strict tools, as a grammar"):
             grammar = strict_grammar(text.calls, self.tools, self.strict, special=special)
             return StructuredOutputs(grammar=grammar) if grammar is not None else None
+
+    def schemas(self) -> Iterator[tuple[str, StructuredOutputs]]:
+        """Each schema that a call may have to keep to, by itself, and the field that has it: in the form of a
+        whole answer, one that nothing can meet is not seen among others. ApiError 400 for those that are too
+        long or deep."""
+        bound = {self.named} if self.named is not None else set(self.names) if self.required else self.strict
+        for tool in self.tools:
+            name, parameters = tool["function"]["name"], tool["function"].get("parameters")
+            if name in bound and parameters:
+                place = self.fields[name]
+                with _usable(f"schema in {place}", place):
+                    yield place, StructuredOutputs(json=json.dumps(parameters))
 
     def reader(self, format: CallFormat | None) -> Reader | None:
         """A reader of one answer's calls; None where nobody knows how the model writes them."""
@@ -120,7 +137,7 @@ def tool_use(
     offered: Offered, tool_choice: str | dict[str, Any] | None, parallel: bool | None
 ) -> ToolUse | None:
     """How the tools of a request (of `chat_tools` or `flat_tools`) may be used; None: not at all."""
-    tools, strict = offered
+    tools, strict, fields = offered
     if not tools:
         if tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
@@ -132,10 +149,10 @@ def tool_use(
         return None
     most = 1 if parallel is False else None
     if tool_choice in (None, "auto"):
-        return ToolUse(tools, names, most=most, strict=strict.intersection(names))
+        return ToolUse(tools, names, most=most, strict=strict.intersection(names), fields=fields)
     if tool_choice == "required":
-        return ToolUse(tools, names, required=True, most=most)
-    return ToolUse(tools, names, named=_named(tool_choice, names), most=most)
+        return ToolUse(tools, names, required=True, most=most, fields=fields)
+    return ToolUse(tools, names, named=_named(tool_choice, names), most=most, fields=fields)
 
 
 def _allowed(choice: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -167,15 +184,23 @@ def with_tools(
     return params if form is None else msgspec.structs.replace(params, structured_outputs=form)
 
 
+async def check_calls(state: ServerState, tools: ToolUse | None, params: SamplingParams, field: str) -> None:
+    """As check_form of the form that `field` asks for; where that is "tools", a schema in them that can't be
+    used is told as that of its function."""
+    if field == "tools" and tools is not None and params.structured_outputs is not None:
+        await check_forms(state, tools.schemas())
+    await check_form(state, params, field)
+
+
 @contextlib.contextmanager
-def _usable(what: str) -> Iterator[None]:
-    """ApiError 400 where a form is made of `what`, and can't be."""
+def _usable(what: str, param: str = "tools") -> Iterator[None]:
+    """ApiError 400 about `param` where a form is made of `what`, and can't be."""
     try:
         yield
     except RecursionError:
-        raise bad_request(f"The {what}: they are nested too deeply", "tools") from None
+        raise bad_request(f"The {what}: nested too deeply", param) from None
     except ParamError as error:
-        raise bad_request(f"The {what}: {error}", "tools") from error
+        raise bad_request(f"The {what}: {error}", param) from error
 
 
 def _named(tool_choice: str | dict[str, Any] | None, names: Sequence[str]) -> str:
@@ -197,9 +222,8 @@ def chat_tools(raw: msgspec.Raw) -> Offered:
     body = _bounded(raw)
     tools = decode(body, list[Tool] | None, "tools") or []  # type: ignore[arg-type]
     functions = [tool.function for tool in tools]
-    _check(functions, "].function")
     shown = [_for_model(tool["function"]) for tool in msgspec.json.decode(body) or []]
-    return Offered(shown, _strict(functions))
+    return _offered(shown, functions, "tools[%d].function")
 
 
 def flat_tools(raw: msgspec.Raw) -> Offered:
@@ -208,12 +232,16 @@ def flat_tools(raw: msgspec.Raw) -> Offered:
         return Offered()
     body = _bounded(raw)
     functions = decode(body, list[FlatTool] | None, "tools") or []  # type: ignore[arg-type]
-    _check(functions, "]")
-    return Offered([_for_model(tool) for tool in msgspec.json.decode(body) or []], _strict(functions))
+    return _offered([_for_model(tool) for tool in msgspec.json.decode(body) or []], functions, "tools[%d]")
 
 
-def _strict(functions: Sequence[Function]) -> frozenset[str]:
-    return frozenset(function.name for function in functions if function.strict)
+def _offered(shown: Sequence[dict[str, Any]], functions: Sequence[Function], place: str) -> Offered:
+    """`place`: the path of a function's fields, by its index."""
+    _check(functions, place)
+    strict = frozenset(function.name for function in functions if function.strict)
+    return Offered(
+        shown, strict, {one.name: f"{place % index}.parameters" for index, one in enumerate(functions)}
+    )
 
 
 def _bounded(raw: msgspec.Raw) -> bytes:
@@ -233,7 +261,7 @@ def _check(functions: Sequence[Function], place: str) -> None:
         raise bad_request(f"tools may hold at most {MAX_TOOLS} tools, not {len(functions)}", "tools")
     seen = set()
     for index, function in enumerate(functions):
-        where = f"tools[{index}{place}"
+        where = place % index
         name, parameters = function.name, function.parameters or {}
         if not _NAME.fullmatch(name):
             raise bad_request(
