@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,6 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.routing import Route
 
-from bench.plots import figures
 from contracts.headers import DRAINING, QUEUE_FULL
 from contracts.options import WorkerOptions
 from contracts.units import parse_bytes
@@ -400,39 +398,3 @@ def test_benches_exist() -> None:
     assert modules
     for module in modules:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
-
-
-def test_figures_are_drawn_from_the_result_files() -> None:
-    """`python -m bench.plots` draws them again."""
-    drawn = figures()
-    assert drawn
-    for path, text in drawn.items():
-        assert path.read_text() == text, path.name
-        assert f"figures/{path.name}" in (ROOT / "docs" / "performance.md").read_text()
-
-
-@pytest.mark.parametrize("file", ["gpu_engine_h200.json", "gpu_engine_fp8.json"])
-def test_rows_of_the_engine_are_those_of_its_result_file(file: str) -> None:
-    result = json.loads((ROOT / "bench/results" / file).read_text())
-    measured = {f"{row['row']}, {row['unit']}": row for row in result["rows"]}
-    tables_of_it = [rows for heading, _, rows in tables(ROOT / "docs" / "performance.md") if file in heading]
-    assert tables_of_it
-    for rows in tables_of_it:
-        shown = {row[0]: row[1:] for row in rows if row[0] in measured}
-        assert shown.keys() == measured.keys()
-        for name, (ours, peer, aim, met) in shown.items():
-            row = measured[name]
-            assert float(ours) == pytest.approx(row["ours"], rel=0.006), name
-            assert float(peer) == pytest.approx(row["vllm"], rel=0.006), name
-            reached = row["ours"] >= row["bar"] if "req/s" in name else row["ours"] <= row["bar"]
-            assert float(aim) == row["bar"], name
-            assert met == ("yes" if reached else "no"), name
-
-
-def test_figures_have_a_result_file() -> None:
-    """A results table of performance.md is empty unless the file that its heading names is there."""
-    page = ROOT / "docs" / "performance.md"
-    for heading, _, rows in tables(page):
-        for file in re.findall(r"`(bench/results/[\w.]+)`", heading):
-            if not (ROOT / file).exists():
-                assert not any(cell for row in rows for cell in row[1:]), f"{heading}: figures without a file"
