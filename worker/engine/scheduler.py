@@ -13,12 +13,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.engine.blocks import PagePool, page_hashes, root_hash
+from worker.engine.blocks import PagePool
 from worker.engine.classes import preemptible
 from worker.engine.pace import Pace, Share
+from worker.engine.prefixes import Prefixes
 from worker.ipc.messages import FinishReason
 from worker.request import Request, Row, Step
 
@@ -42,6 +43,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: PagePool, pace: Pace | None = None) -> None:
         self.config = config
         self.pool = pool
+        self.prefixes = Prefixes(pool, config.worth_waiting)
         self.pace = pace or Pace()
         self.waiting: list[Request] = []  # sorted by turn
         self.running: list[Request] = []  # sorted by order
@@ -63,7 +65,7 @@ class Scheduler:
         """
         alone = 0.0
         if self.pace.token:
-            start = len(self._cached_pages(request)) * self.pool.page_size
+            start = len(self.prefixes.cached(request)) * self.pool.page_size
             alone = self.pace.seconds(start, request.length - start)
         request.turn = (request.order[0] + alone, request.order[1])
         bisect.insort(self.waiting, request, key=_turn)
@@ -109,6 +111,7 @@ class Scheduler:
         self.running, self._leaving = [], []
         self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.pool = PagePool(self.pool.num_pages, self.pool.page_size, prefix_cache=self.pool.prefix_cache)
+        self.prefixes = Prefixes(self.pool, self.config.worth_waiting)
 
     # ---- one step
 
@@ -234,7 +237,7 @@ class Scheduler:
         # Room for running sequences to grow, or admission would preempt at once. Two per cent keep most of
         # the pool usable.
         watermark = min(len(self.running), self.pool.capacity // 50) if self.running else 0
-        computing = self._pages_being_computed()
+        computing = self.prefixes.computing(self.running)
         held_back = 0
         while held_back < min(len(self.waiting), MOST_HELD_BACK) and share.tokens > 0:
             request = self.waiting[held_back]
@@ -248,8 +251,8 @@ class Scheduler:
             if held_back and _follows(request, self.waiting[held_back - 1]):
                 held_back += 1  # for the same pages
                 continue
-            cached = self._cached_pages(request)
-            if self._worth_waiting_for(request, len(cached), computing):
+            cached = self.prefixes.cached(request)
+            if self.prefixes.worth_waiting_for(request, len(cached), computing):
                 held_back += 1
                 continue
             start = len(cached) * self.pool.page_size
@@ -274,27 +277,8 @@ class Scheduler:
             del self.waiting[held_back]
             self._start(request, cached, count)
             self._schedule_row(request, count, rows)
-            computing |= self._unpublished(request)
+            computing |= self.prefixes.unpublished(request)
             promised += self._pages_for(request.length) - len(request.pages)
-
-    def _pages_being_computed(self) -> set[bytes]:
-        """Hashes of prompt pages that running requests will have published within a few steps."""
-        return set().union(*(self._unpublished(request) for request in self.running))
-
-    def _unpublished(self, request: Request) -> set[bytes]:
-        full = (request.prompt_length - 1) // self.pool.page_size
-        if not self.pool.prefix_cache or request.published >= full:
-            return set()
-        return set(self._hashes(request, full)[request.published :])
-
-    def _worth_waiting_for(self, request: Request, cached: int, computing: set[bytes]) -> bool:
-        """Whether so many of the request's next pages are being computed for others already that it had
-        better find them cached: of many equal prefixes that arrive together, one is computed."""
-        if not computing:
-            return False
-        enough = cached + self._pages_for(self.config.worth_waiting)
-        further = itertools.islice(self._chain(request, self._readable(request)), cached, enough)
-        return sum(1 for _ in itertools.takewhile(computing.__contains__, further)) == enough - cached
 
     def _start(self, request: Request, cached: list[int], count: int) -> None:
         self.pool.hold(cached)
@@ -312,37 +296,9 @@ class Scheduler:
             self.prefix_hits += request.computed
         bisect.insort(self.running, request, key=_order)
 
-    def _cached_pages(self, request: Request) -> list[int]:
-        """Cached pages of the request's prefix. At most length - 1 tokens: one must run to give the next."""
-        if not self.pool.prefix_cache:
-            return []
-        return self.pool.find(self._chain(request, self._readable(request)))
-
-    def _readable(self, request: Request) -> int:
-        """How many leading pages may come from the cache: tokens whose states are needed must run."""
-        if request.pooling == "mean":
-            return 0
-        tokens = request.scored if request.scores else request.length
-        return (tokens - 1) // self.pool.page_size
-
-    def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """Hashes of the first `count` pages, which are full of known tokens."""
-        size, hashes = self.pool.page_size, request.hashes
-        if len(hashes) < count:
-            hashes += request.prompt_hashes[len(hashes) : count]
-            parent = hashes[-1] if hashes else root_hash(request.cache_salt, rotation=request.first_row)
-            hashes += page_hashes(parent, request.tokens[len(hashes) * size : count * size], size)
-            full = min(len(hashes), request.prompt_length // size)
-            request.prompt_hashes += hashes[len(request.prompt_hashes) : full]
-        return hashes[:count]
-
-    def _chain(self, request: Request, count: int) -> Iterator[bytes]:
-        """The same one by one, not computed much further than they are asked for: most prompts that wait
-        differ from all cached ones within a page, and a thousand long ones would take a second."""
-        for place in range(count):
-            if place == len(request.hashes):
-                self._hashes(request, min(count, 2 * place + 8))
-            yield request.hashes[place]
+    def _publish(self, request: Request) -> None:
+        if request.row >= 0:  # else it was preempted meanwhile
+            self.prefixes.publish(request)
 
     def _victim(self, grower: Request) -> Request:
         """Whose pages a running request gets: those of less urgent classes first, then the last of its own,
@@ -393,17 +349,6 @@ class Scheduler:
         if request.row >= 0:
             self._free_rows.append(request.row)
             request.row = -1
-
-    def _publish(self, request: Request) -> None:
-        if not self.pool.prefix_cache or request.row < 0:
-            return
-        size = self.pool.page_size
-        full = min(request.computed, len(request.tokens)) // size
-        if full > request.published:
-            hashes = self._hashes(request, full)
-            for i in range(request.published, full):
-                self.pool.publish(request.pages[i], hashes[i])
-            request.published = full
 
 
 def _order(request: Request) -> tuple[float, int]:
