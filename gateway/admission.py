@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from contracts.errors import ApiError, unavailable
 from contracts.units import format_duration
+from gateway.identity.identity import Identity
 from gateway.limits import Granted, Kind, Limiter, MemoryLimiter, Policy, Refused, Scope, Unavailable
 from gateway.limits.estimate import reservation
 from gateway.limits.live import LiveOverrides
@@ -86,7 +87,7 @@ class Admission:
     """Limits of one gateway; `plan` says what a request must pass, if anything."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
-        self.plan = limits.table.plan
+        self._table = limits.table
         self.configure = limits.table.configure
         self._limiter = limits.limiter
         self._live = limits.live
@@ -112,6 +113,11 @@ class Admission:
     async def aclose(self) -> None:
         await self._live.aclose()
         await self._limiter.aclose()
+
+    def plan(self, who: Identity, model: str) -> Plan:
+        """By the limits that hold now."""
+        self._live.look()
+        return self._table.plan(who, model)
 
     async def admit(self, plan: Plan, path: bytes, body: bytes) -> Granted:
         """For a plan with charges. ApiError 429 over a limit, and then nothing was consumed; 503 when limits

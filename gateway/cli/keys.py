@@ -1,4 +1,4 @@
-"""`pagefleet keys`: who may use the fleet. Running gateways see every change within a tenth of a second."""
+"""`pagefleet keys`: who may use the fleet. A command that ends a key returns when every gateway knows it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable, utc
 from gateway.identity.identity import MAX_COUNT, MAX_QPS, MIN_QPS, KeyLimits, Priority
+from gateway.identity.keyring import POLL_EVERY
 from gateway.identity.record import KeyRecord
 from gateway.identity.secret import id_of
 from gateway.identity.store import KEYS_FILE, KeyStore
@@ -188,6 +189,7 @@ def rotate(state: StateDir, key: str, grace: float, expires: float | None, as_js
     with _store(state) as store:
         old, new, secret = store.rotate(key, grace=grace, expires=expires, prepare=take_limits)
         forget_ended_keys(state, store.records())
+    _until_seen()
     if as_json:
         print_json({**_shown(new), "key": secret, "old": _shown(old)})
         return
@@ -205,11 +207,17 @@ def revoke(state: StateDir, keys: tuple[str, ...], as_json: bool) -> None:
     with _store(state) as store:
         records = store.revoke(keys)
         forget_ended_keys(state, store.records())
+    _until_seen()
     if as_json:
         print_json([_shown(record) for record in records])
         return
     for record in records:
         click.echo(f"key {record.id} of {record.user}: {_end(record)}")
+
+
+def _until_seen() -> None:
+    """For a request that comes later, every gateway looks at the file as it is now."""
+    time.sleep(POLL_EVERY)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""`pagefleet limits`: see, set and unset limits. Running gateways apply a change within a quarter second."""
+"""`pagefleet limits`: see, set, unset them. A change holds on every gateway here when the command returns."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from gateway.cli.known_limits import KnownLimits, Subject
 from gateway.fleet.errors import EXIT_INVALID, InvalidFleet
 from gateway.fleet.statedir import StateDir
 from gateway.limits.bounds import FIELDS, NONE, Bounds
+from gateway.limits.live import LOOK_EVERY
 from gateway.limits.overrides import FILE, KINDS, Entry, OverridesFile, OverridesUnusable, subject
 
 
@@ -34,7 +36,7 @@ class _Number(click.ParamType[Any]):
             number = self._number(value)
         except (TypeError, ValueError):
             kind = "whole number" if self._number is int else "number"
-            self.fail(f"{value!r} is no {kind}; write one, or none for no such limit", param, ctx)
+            self.fail(f"{value!r:.40} is no {kind}; write one, or none for no such limit", param, ctx)
         return number
 
 
@@ -66,7 +68,7 @@ def limits() -> None:
     """See, set and take away limits: of a user, a key, a model, or the default of all users.
 
     What is set here is over what the fleet file says, and stays until it is unset. It holds on every gateway
-    of the fleet: within a quarter second on this machine's, and on others' through Redis.
+    of this machine when the command returns, and through Redis on others' within a second.
     """
 
 
@@ -161,6 +163,7 @@ def _change(
             state.make()
             known.use(OverridesFile(state.root / FILE).put(key, bounds))
             known.forget_ended()
+            time.sleep(LOOK_EVERY)  # for a request that comes later, every gateway here looks at the file
         except InvalidFleet as error:
             fail(str(error), EXIT_INVALID)
         except OverridesUnusable as error:

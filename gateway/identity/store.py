@@ -77,6 +77,7 @@ class KeyStore:
 
     def __init__(self, path: Path, *, create: bool = False, write: bool = False) -> None:
         self._path = path
+        self._write = write
         with self._translated():
             if create and not path.exists():
                 sqlite_file.make(path, _SCHEMA)
@@ -97,6 +98,10 @@ class KeyStore:
         self.close()
 
     def close(self) -> None:
+        """What was written is in the file itself then, which gateways would keep in its log: a copy or a
+        move of the file alone has every revocation."""
+        if self._write:
+            sqlite_file.put_log_into_file(self._db)
         self._db.close()
 
     # --- for commands

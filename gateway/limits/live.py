@@ -1,14 +1,21 @@
-"""Limits set while the fleet runs, on their way into this gateway: by a file, and by Redis if there is."""
+"""Limits set while the fleet runs, on their way into this gateway: by a file, and by Redis if there is.
+
+A decision that comes later than `LOOK_EVERY` after the last look at the file looks first, as with keys: what
+this gateway's machine sets holds for all requests that come so much later, however busy the gateway or slow
+Redis is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from gateway.limits.overrides import Entry, Overrides, OverridesFile, OverridesUnusable
 
+LOOK_EVERY = 0.1  # seconds that a change of the file may go unseen
 POLL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
@@ -35,6 +42,8 @@ class LiveOverrides:
         self._entries: dict[str, Entry] = {}
         self._complaints: dict[str, str] = {}  # about the file, and about what is shared
         self._task: asyncio.Task[None] | None = None
+        self._unshared = True  # what is in the file was perhaps set while no gateway ran
+        self._looked_at = time.monotonic()
         self._read()
 
     def start(self) -> None:
@@ -47,27 +56,32 @@ class LiveOverrides:
         if self._shared is not None:
             await self._shared.aclose()
 
-    async def _poll(self) -> None:
-        unshared = True  # what is in the file was perhaps set while no gateway ran
-        while True:
+    def look(self) -> None:
+        """To be called before limits are decided."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_EVERY:
+            self._looked_at = now
             if self._file.changed():
-                unshared |= self._read()
+                self._read()
+
+    async def _poll(self) -> None:
+        while True:
+            self.look()
             if self._shared is not None:
-                unshared = not await self._exchange(self._shared, unshared)
+                unshared, self._unshared = self._unshared, False
+                self._unshared |= not await self._exchange(self._shared, unshared)
             await asyncio.sleep(POLL_SECONDS)
 
-    def _read(self) -> bool:
-        """Whether there is news."""
+    def _read(self) -> None:
         try:
             entries = self._file.read()
         except OverridesUnusable as error:
             self._complain("file", str(error))
-            return False
+            return
         self._complaints.pop("file", None)
-        if entries == self._entries:
-            return False
-        self._use(entries)
-        return True
+        if entries != self._entries:
+            self._unshared = True
+            self._use(entries)
 
     async def _exchange(self, shared: Shared, changed: bool) -> bool:
         """False when there is more to share, or Redis couldn't be asked (the limiter says that, loudly)."""
@@ -81,9 +95,9 @@ class LiveOverrides:
             everything = {**self._entries, **theirs}
             self._use(everything)
             try:
-                merged = await asyncio.to_thread(self._file.merge, theirs)  # it waits for locks and disks
-                self._use(merged)
-                return merged == everything  # else something was set in the file just now
+                await asyncio.to_thread(self._file.merge, theirs)  # it waits for locks and disks
+                self._read()  # not what it was then: more may have been set since, and seen
+                return self._entries == everything
             except OverridesUnusable as error:  # they hold all the same, until this gateway ends
                 self._complain("file", str(error))
         return True

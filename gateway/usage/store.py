@@ -149,33 +149,35 @@ class UsageStore:
 
     def close(self) -> None:
         if self._db is not None:
+            if not self._is_current():
+                sqlite_file.put_log_into_file(self._db)  # whoever moved it away has all of it
             self._db.close()
         self._db = self._file = None
 
     def _open(self, create: bool) -> sqlite3.Connection:
         """The file that the path means now: one that was deleted or moved away gets no more."""
-        if self._db is not None and self._file is not None and self._is_current(self._file):
+        if self._db is not None and self._is_current():
             return self._db
         self.close()
         if create and not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             sqlite_file.make(self._path, _SCHEMA)
+        file = os.stat(self._path)  # before it is opened: if it is replaced meanwhile, the next call sees it
         db = sqlite_file.connect(self._path, BUSY_SECONDS)
         try:
             _upgrade(db)
             sqlite_file.check(db, self._path, _APPLICATION_ID, _SCHEMA_VERSION, "usage")
             db.execute("PRAGMA synchronous = NORMAL")
-            self._file = os.stat(self._path)
         except BaseException:
             db.close()
             raise
-        self._db = db
+        self._db, self._file = db, file
         return db
 
-    def _is_current(self, file: os.stat_result) -> bool:
+    def _is_current(self) -> bool:
         try:
-            return os.path.samestat(os.stat(self._path), file)
-        except FileNotFoundError:
+            return self._file is not None and os.path.samestat(os.stat(self._path), self._file)
+        except OSError:
             return False
 
     @contextlib.contextmanager
