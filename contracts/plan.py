@@ -36,11 +36,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """An estimate, or why there is none: `problem`, what is wrong, with the option to change; `unknown`, what
-    must be fetched first."""
+    must be fetched first. `invalid`: the problem is the model's or its options', not one of memory."""
 
     estimate: Estimate | None = None
     problem: str | None = None
     unknown: str | None = None
+    invalid: bool = False
 
     @property
     def total(self) -> int | None:

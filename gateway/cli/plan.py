@@ -11,10 +11,9 @@ from rich.text import Text
 from contracts.units import format_bytes, parse_bytes
 from gateway.cli.common import fail, print_json, read_fleet
 from gateway.cli.display import make_console
-from gateway.fleet.errors import EXIT_FAILED, FleetError
+from gateway.fleet.errors import FleetError
 from gateway.fleet.ledger import Ledger, make_ledger, this_machine
 
-EXIT_DOES_NOT_FIT = 5
 _PARTS = ("weights", "activations", "kv_cache", "graphs", "context")
 
 
@@ -37,7 +36,8 @@ def _size(_context: click.Context, _option: click.Parameter, value: str | None) 
 def plan(file: str, card_memory: int | None, as_json: bool) -> None:
     """Print what each worker takes, per card and in the host's memory; nothing is started or downloaded.
 
-    Exit codes: 0 it fits, 1 a model's size is unknown, 5 it doesn't fit.
+    Exit codes: 0 it fits, 1 a model's size is unknown, 2 a model or its options can't be
+    served, 5 it doesn't fit.
     """
     fleet = read_fleet(file)
     try:
@@ -48,7 +48,7 @@ def plan(file: str, card_memory: int | None, as_json: bool) -> None:
         print_json({"fits": not ledger.problems and not ledger.unknown, "ledger": ledger})
     else:
         _show(ledger)
-    sys.exit(EXIT_DOES_NOT_FIT if ledger.problems else EXIT_FAILED if ledger.unknown else 0)
+    sys.exit(ledger.exit_code)
 
 
 def _show(ledger: Ledger) -> None:
@@ -70,5 +70,5 @@ def _show(ledger: Ledger) -> None:
     for worker in ledger.workers:
         if worker.unknown:
             click.echo(f"unknown: {worker.unknown}", err=True)
-    for problem in ledger.problems:
-        click.echo(f"doesn't fit: {problem}", err=True)
+    for refusal in ledger.refusals:
+        click.echo(refusal, err=True)

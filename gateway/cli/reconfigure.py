@@ -26,7 +26,6 @@ from gateway.fleet.statedir import StateDir
 from gateway.fleet.steps import Applying
 from gateway.fleet.versions import entry_of
 
-EXIT_DOES_NOT_FIT = 5
 EXIT_DETACHED = 130
 _POLL = 0.3
 _DEFAULTS = Options()
@@ -108,17 +107,17 @@ def check_memory(state: StateDir, fleet: FleetFile, plan: Plan) -> bool:
     there = [*slots_of(fleet), *_standbys(state)]
     try:
         machine = this_machine()
-        problems = make_ledger(fleet, machine, [*there, *gone]).problems
-        if problems and gone:
-            problems = make_ledger(fleet, machine, there).problems
-            if not problems:
+        ledger = make_ledger(fleet, machine, [*there, *gone])
+        if ledger.problems and gone:
+            ledger = make_ledger(fleet, machine, there)
+            if not ledger.problems:
                 return True
     except FleetError as error:
         fail(str(error), error.exit_code)
-    for problem in problems:
-        click.echo(f"doesn't fit: {problem}", err=True)
-    if problems:
-        fail("nothing was changed", EXIT_DOES_NOT_FIT)
+    for refusal in ledger.refusals:
+        click.echo(refusal, err=True)
+    if ledger.problems:
+        fail("nothing was changed", ledger.exit_code)
     return False
 
 

@@ -280,7 +280,8 @@ def _show_plan(plan: Plan) -> None:
     if plan.unknown:
         click.echo(f"unknown: {plan.unknown}", err=True)
     if plan.misfit or plan.problem:
-        click.echo(f"doesn't fit: {plan.problem or plan.misfit}", err=True)
+        what = "can't run" if plan.invalid else "doesn't fit"
+        click.echo(f"{what}: {plan.problem or plan.misfit}", err=True)
 
 
 def _history(records: list[Record]) -> Table:

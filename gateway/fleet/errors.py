@@ -8,6 +8,7 @@ from contracts.suggest import did_you_mean
 
 EXIT_FAILED = 1
 EXIT_INVALID = 2
+EXIT_MISFIT = 5
 EXIT_CONFLICT = 6
 EXIT_DEGRADED = 7
 

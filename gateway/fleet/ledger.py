@@ -19,7 +19,7 @@ from contracts.plan import Answer, Estimate, Question
 from contracts.units import format_bytes
 from gateway.config import FleetFile
 from gateway.fleet.commands import PYTHON, Slot, slots_of
-from gateway.fleet.errors import FleetError
+from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, EXIT_MISFIT, FleetError
 
 HOST = "host"
 GATEWAY_BYTES = 128 << 20  # of one gateway process, and of the supervisor
@@ -27,7 +27,8 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's line; `place`: ``gpu0`` or ``host``; `swap`: how a new version could come in."""
+    """A worker's line; `place`: ``gpu0`` or ``host``; `swap`: how a new version could come in; `invalid`: its
+    problem isn't one of memory."""
 
     slot: str
     model: str
@@ -37,6 +38,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
     unknown: str | None
     swap: str | None = None
+    invalid: bool = False
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +51,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole sum. `problems`: why the fleet doesn't fit, each with the option to change."""
+    """The whole sum. `problems`: why the fleet doesn't fit or can't run, each with the option to change."""
 
     workers: tuple[Worker, ...]
     places: tuple[Place, ...]
@@ -58,6 +60,21 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unknown(self) -> bool:
         return any(worker.unknown for worker in self.workers)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command that asks. What is invalid comes first: nobody knows how large it would be."""
+        if any(worker.invalid for worker in self.workers):
+            return EXIT_INVALID
+        return EXIT_MISFIT if self.problems else EXIT_FAILED if self.unknown else 0
+
+    @property
+    def refusals(self) -> list[str]:
+        """The problems as they are told: which of them are of memory."""
+        invalid = {f"{worker.slot}: {worker.problem}" for worker in self.workers if worker.invalid}
+        return [
+            ("can't run: " if problem in invalid else "doesn't fit: ") + problem for problem in self.problems
+        ]
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,7 @@ def _line(slot: Slot, place: str, answer: Answer, left: int) -> Worker:
         problem=answer.problem,
         unknown=answer.unknown,
         swap=swap,
+        invalid=answer.invalid,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from contracts.units import format_bytes
-from worker.engine.sizes import EngineError
+from worker.engine.sizes import DoesNotFit
 from worker.model.config import kv_page_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PageRequest:
 
 
 def plan_pages(config: EngineConfig, weight_bytes: int, activation_bytes: int) -> PageBudget:
-    """Pages for a model that takes this much besides. EngineError, with the sum, when they are too few."""
+    """Pages for a model that takes this much besides. DoesNotFit, with the sum, when they are too few."""
     request = PageRequest(
         page_bytes=kv_page_bytes(config.source.config, config.page_size, config.kv_dtype.itemsize),
         page_size=config.page_size,
@@ -62,7 +62,7 @@ def count_pages(request: PageRequest, weight_bytes: int, activation_bytes: int) 
     pages, explanation = _pages(request, weight_bytes, activation_bytes)
     room = (pages - 1) * request.page_size
     if pages < 2 or (request.max_model_len_fixed and room < request.max_model_len):
-        raise EngineError(
+        raise DoesNotFit(
             f"the KV cache is too small: {explanation}; a page of {request.page_size} tokens takes "
             f"{format_bytes(request.page_bytes)}, so {max(0, room)} tokens fit and max_model_len is "
             f"{request.max_model_len}. "

@@ -26,7 +26,8 @@ LARGEST_GRAPH: Final = 1280  # tokens, of a step with prompts
 def estimate(model: ModelConfig, options: WorkerOptions, card_bytes: int | None) -> Estimate:
     """What a worker takes on a card with `card_bytes`, or in the host's memory (None).
 
-    EngineError when it can't be built as asked; the message has the sum and the option to change.
+    DoesNotFit when it takes too much, EngineError when it can't be built as asked; the message has the sum
+    and the option to change.
     """
     on_gpu = card_bytes is not None
     sizes = resolve_sizes(model, options, on_gpu)

@@ -18,6 +18,10 @@ class EngineError(ValueError):
     """The engine can't be built as asked; the message names the option to change."""
 
 
+class DoesNotFit(EngineError):
+    """It would take more memory than it may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Lengths and counts of an engine; `dtype` and `kv_dtype` by torch's names.
@@ -80,10 +84,10 @@ def _kv_dtype(options: WorkerOptions, dtype: str) -> str:
 
 
 def card_budget(options: WorkerOptions, total: int) -> int:
-    """Bytes of a card with `total` that the worker may have. EngineError when the card is smaller."""
+    """Bytes of a card with `total` that the worker may have. DoesNotFit when the card is smaller."""
     budget = options.gpu_memory or int(total * options.gpu_memory_utilization)
     if budget > total:
-        raise EngineError(f"gpu_memory {budget} bytes is more than the card's {total}")
+        raise DoesNotFit(f"gpu_memory {budget} bytes is more than the card's {total}")
     return budget
 
 

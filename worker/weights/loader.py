@@ -13,7 +13,8 @@ from worker.model.layers import CausalLM
 from worker.model.registry import ARCHITECTURES
 from worker.weights.gguf_header import read_gguf_header
 from worker.weights.random_weights import fill_random
-from worker.weights.safetensors_files import read_safetensors, safetensors_files
+from worker.weights.safetensors_files import read_safetensors
+from worker.weights.safetensors_header import safetensors_files
 from worker.weights.source import ModelSource
 from worker.weights.targets import CheckpointTensor, Targets
 

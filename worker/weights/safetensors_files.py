@@ -1,4 +1,4 @@
-"""Tensors of a safetensors directory: one file, or shards with an index."""
+"""Tensors of safetensors files, whose bytes stay on disk until they are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker.weights.source import SAFETENSORS_INDEX, SourceError, read_json
+from worker.weights.source import SourceError
 
 _FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -31,26 +31,6 @@ class SafetensorsTensor:
                 f"{self.path}: tensor {self.name} is {self.dtype}; supported: {', '.join(_FLOATS)}"
             )
         target.copy_(self.file.get_tensor(self.name).view(target.shape))
-
-
-def safetensors_files(directory: Path) -> list[Path]:
-    """The files that make up the model: those of the index, else model.safetensors, else all there are.
-
-    Raises:
-        SourceError: the index is malformed or names a file that isn't there.
-    """
-    index = directory / SAFETENSORS_INDEX
-    if not index.is_file():
-        single = directory / "model.safetensors"
-        return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise SourceError(f"{index}: no weight_map from tensor names to file names")
-    files = [directory / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if file.parent != directory or not file.is_file():
-            raise SourceError(f"{index}: names the file {file.name}, which isn't in {directory}")
-    return files
 
 
 def read_safetensors(files: list[Path]) -> Iterator[SafetensorsTensor]:

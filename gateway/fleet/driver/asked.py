@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from contracts.options import WorkerOptions
 from contracts.units import format_duration
 from gateway.config_check import check_paths, describe
-from gateway.fleet.errors import EXIT_CONFLICT, EXIT_INVALID
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_INVALID, EXIT_MISFIT
 from gateway.fleet.ledger import Place, Worker
 from gateway.fleet.rollout import Options, Refusal, Version
-from gateway.fleet.rollout.commands import EXIT_MISFIT
 from gateway.fleet.versions import options_of
 from gateway.settings import ModelEntry
 
@@ -44,8 +43,8 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout would do: the answer of a dry run. `changes`: option → (now, then); `misfit`: why both
-    versions don't fit together; `problem`: why the new one doesn't by itself; `places`: memory with all that
-    run at a time; `seconds`: of the whole, when requests in
+    versions don't fit together; `problem`: why the new one can't run by itself, `invalid`: which isn't for
+    want of memory; `places`: memory with all that run at a time; `seconds`: of the whole, when requests in
     flight end at once; None while nothing is known of how long a start takes."""
 
     model: str
@@ -59,9 +58,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
     unknown: str | None
     seconds: float | None
+    invalid: bool = False
 
     @property
     def exit_code(self) -> int:
+        if self.invalid:
+            return EXIT_INVALID
         return EXIT_MISFIT if self.misfit or self.problem else 0
 
 

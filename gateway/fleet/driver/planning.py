@@ -55,6 +55,7 @@ class Planner:
             problem=_problem(ledger, names) or (_misfit(ledger, names) if alone else None),
             unknown=next((worker.unknown for worker in workers if worker.unknown), None),
             seconds=expected_seconds(self._took.get(model.entry.name), asked.options),
+            invalid=any(worker.invalid for worker in workers),
         )
 
     def _there(self, model: Model) -> list[Slot]:

@@ -146,9 +146,7 @@ class Rollouts:
             if isinstance(refused, Refusal):  # before the ledger is asked, which takes a while
                 raise SwapError.of(refused)
             async with self._room:
-                plan = await self._planner.plan(self.models, model, new, asked)
-                if plan.problem:
-                    raise SwapError(plan.problem, plan.exit_code)
+                plan = await self._possible(model, new, asked)
                 start = e.Start(
                     id=_new_id(),
                     model=model.entry.name,
@@ -180,8 +178,15 @@ class Rollouts:
                 )
             back = StartRequest(source=last.old.source, options=last.options)
             async with self._room:
-                plan = await self._planner.plan(self.models, model, last.old, back)
+                plan = await self._possible(model, last.old, back)
                 return self._begin(model, e.Undo(id=_new_id(), misfit=plan.misfit, completed=last))
+
+    async def _possible(self, model: Model, new: Version, asked: StartRequest) -> Plan:
+        """The plan of a version that can run by itself; SwapError when it can't."""
+        plan = await self._planner.plan(self.models, model, new, asked)
+        if plan.problem:
+            raise SwapError(plan.problem, plan.exit_code)
+        return plan
 
     def _last_completed(self, model: Model) -> Record | None:
         """What came to nothing since, changed nothing."""

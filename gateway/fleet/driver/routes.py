@@ -12,10 +12,9 @@ from starlette.routing import Route
 
 from gateway.fleet.driver.asked import StartRequest, SwapError
 from gateway.fleet.driver.rollouts import Rollouts
-from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_FAILED, EXIT_INVALID
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_FAILED, EXIT_INVALID, EXIT_MISFIT
 from gateway.fleet.rollout import Rollout
 from gateway.fleet.rollout import events as e
-from gateway.fleet.rollout.commands import EXIT_MISFIT
 from gateway.fleet.unit import UnitStatus
 
 LONGEST_WAIT = 60.0  # seconds

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_INVALID
+from gateway.fleet.errors import EXIT_CONFLICT, EXIT_DEGRADED, EXIT_INVALID, EXIT_MISFIT
 from gateway.fleet.rollout import events as e
 from gateway.fleet.rollout.model import Entry, Options, Rollout, Version
 from gateway.fleet.rollout.moves import (
@@ -19,8 +19,6 @@ from gateway.fleet.rollout.moves import (
     note,
     roll_back,
 )
-
-EXIT_MISFIT = 5
 
 
 class Refusal(msgspec.Struct, frozen=True):
