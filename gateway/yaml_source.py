@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 KeyPath = tuple[str | int, ...]
 
@@ -59,7 +60,13 @@ def parse_yaml(text: str, name: str) -> YamlSource:
     `data` is None when there is nothing that can be used.
     """
     source = YamlSource(name)
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except ReaderError as error:
+        what = f"the character {chr(error.character)!r} isn't allowed in it; take it out"
+        place = text.count("\n", 0, error.position) + 1
+        source.problems.append(Problem(name, place, "", f"this isn't YAML: {what}"))
+        return source
     try:
         node = loader.get_single_node()
         if node is None:

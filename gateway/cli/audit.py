@@ -88,7 +88,7 @@ def _audit_file(state: StateDir) -> Path:
         file = msgspec.json.decode(state.config.read_bytes(), type=_Fleet).gateway.audit.file
     except PermissionError:
         raise
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError):
         fail(f"no fleet was up in {state.root}; --file or --state-dir names another", EXIT_INVALID)
     if file is None:
         fail("this fleet writes no audit file; gateway.audit.file names one", EXIT_INVALID)

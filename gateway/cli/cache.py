@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 import httpx
-import msgspec
 
 from gateway.cli.common import fail, print_json, require_fleet, which_fleet
 from gateway.fleet.errors import EXIT_INVALID, no_such_model
@@ -42,7 +41,7 @@ def _targets(state: StateDir, name: str) -> list[Target]:
     """The model's workers that have begun to serve; the end of the command when there is no such model."""
     try:
         models = read_routes(state.routes).models
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         fail(f"{state.routes} can't be read: {error}")
     for routes in models.values():
         if name in (routes.model, *routes.aliases):

@@ -162,8 +162,10 @@ def _is_denied(state: StateDir) -> bool:
 
 def supervisor_client(state: StateDir) -> httpx.Client:
     """Of the supervisor's admin socket; it waits for PATIENCE where a request doesn't say otherwise."""
-    # Certificates, which aren't needed, take long to load.
-    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False)
+    # Certificates, which aren't needed, take long to load. A connection for each question: one that is kept
+    # may be given up just as it is used again.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    transport = httpx.HTTPTransport(uds=str(state.admin_socket), verify=False, limits=limits)
     return httpx.Client(transport=transport, base_url="http://supervisor", timeout=PATIENCE, trust_env=False)
 
 
@@ -223,7 +225,7 @@ def fleet_names(state: StateDir) -> list[str]:
     """All names that requests may use, also those of a fleet that is down; none where that isn't known."""
     try:
         routes = read_routes(state.routes).models.values()
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return []
     return [name for model in routes for name in (model.model, *model.aliases)]
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import click
-import msgspec
 
 from contracts.suggest import did_you_mean
 from gateway.cli.common import fail, fleet_names, which_fleet
@@ -65,7 +64,7 @@ def _slots_of(state: StateDir, name: str) -> list[str]:
     """The slots of a model that clients know by `name`; its routes outlive the fleet."""
     try:
         routes = read_routes(state.routes).models.values()
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return []
     return [
         target.slot for model in routes if name in (model.model, *model.aliases) for target in model.targets

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from gateway.cli.common import fail, print_json, read_fleet
 from gateway.config import FleetFile
@@ -160,7 +159,7 @@ def _routes(fleet: FleetFile) -> RoutesFile:
         return read_routes(path)
     except PermissionError:
         raise
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise InvalidFleet(f"{path} can't be read: {error}") from None
 
 

@@ -139,7 +139,7 @@ def _running_fleet(state: StateDir) -> FleetFile:
     """As the supervisor has written it down."""
     try:
         return FleetFile(**json.loads(state.config.read_bytes()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         fail(f"{state.config} can't be read: {error}")
 
 

@@ -123,7 +123,7 @@ def _filed(status: FleetStatus) -> dict[str, Version]:
     """What the fleet file says of the models, as the supervisor keeps it; nothing when it can't be read."""
     try:
         fleet = FleetFile(**json.loads(StateDir(Path(status.state_dir)).config.read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
     return {entry.name: file_version(entry) for entry in fleet.models}
 

@@ -81,11 +81,21 @@ class Swaps:
     def history(self, model: str) -> list[Record]:
         return self._ask("GET", f"{_path(model)}/history", list[Record])
 
+    def _request(self, method: str, path: str, content: bytes | None, within: float) -> httpx.Response:
+        """A question that the supervisor has given up for others (gateway/fleet/admin_connections.py) is asked
+        once more."""
+        try:
+            return self._client.request(method, path, content=content, timeout=within)
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            if method != "GET":
+                raise
+            return self._client.request(method, path, timeout=within)
+
     def _ask(self, method: str, path: str, kind: type[T], body: object = None, within: float = PATIENCE) -> T:
         """`within`: seconds; a start or an undo asks the memory ledger first."""
         content = None if body is None else msgspec.json.encode(body)
         try:
-            response = self._client.request(method, path, content=content, timeout=within)
+            response = self._request(method, path, content, within)
         except (httpx.HTTPError, OSError) as error:
             raise Unreachable(why_unreachable(self._state, error)) from None
         try:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.fleet.admin_connections import AT_ONCE, BoundedProtocol
 from gateway.fleet.rollout import Rollout, Version
 from gateway.fleet.statedir import StateDir
 from gateway.fleet.steps import Applying
@@ -83,7 +84,14 @@ async def _keep(app: Starlette, state: StateDir, look: float, stack: contextlib.
 async def _served(app: Starlette, path: Path) -> AsyncIterator[None]:
     listener = _private_socket(path)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        backlog=AT_ONCE,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -108,6 +116,11 @@ def _private_socket(path: Path) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():  # as many may wait as the kernel allows: who finds no room is refused
+            listener.listen(socket.SOMAXCONN)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the supervisor's."""

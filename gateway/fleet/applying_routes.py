@@ -58,7 +58,7 @@ def applying_routes(applier: Applier) -> list[Route]:
 def _decoded(body: bytes) -> ApplyRequest:
     try:
         return msgspec.json.decode(body, type=ApplyRequest)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise SwapError(f"the request can't be understood: {error}", EXIT_INVALID) from None
 
 

@@ -130,7 +130,7 @@ class Observatory:
     def _routes(self) -> RoutesFile:
         try:
             return read_routes(self._state.routes)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             return RoutesFile()
 
     async def _page(self, address: str) -> WorkerLook | None:

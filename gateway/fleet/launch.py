@@ -37,7 +37,7 @@ def read(path: Path) -> Note | None:
     """None when there is none that can be read."""
     try:
         return Note(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -242,7 +242,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _read_or_empty(path: Path) -> RoutesFile:
     try:
         return read_routes(path)
-    except msgspec.MsgspecError:  # not ours or from another version: it is replaced
+    except ValueError:  # not ours or from another version: it is replaced
         return RoutesFile()
     except OSError as error:
         raise InvalidFleet(f"{path} can't be read ({error.strerror}); move it away") from None

@@ -54,7 +54,7 @@ def read_records(path: Path) -> Records | None:
     """What a predecessor wrote; None when there is nothing that can be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Records)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

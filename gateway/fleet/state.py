@@ -58,12 +58,13 @@ class RoutesFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_routes(path: Path) -> RoutesFile:
-    """The documents at `path`; an empty set when there is no file. msgspec.ValidationError when it isn't
-    ours."""
+    """The documents at `path`; an empty set when there is no file. ValueError when it isn't ours."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RoutesFile)
     except FileNotFoundError:
         return RoutesFile()
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
 
 
 def write_routes(path: Path, routes: RoutesFile) -> None:

@@ -102,6 +102,6 @@ def _read(path: Path) -> dict[str, Running]:
         return msgspec.json.decode(read_file(path), type=dict[str, Running])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.error("%s can't be used (%s); models run what the fleet file says", path, error)
         return {}

@@ -107,7 +107,7 @@ class OverridesFile:
             entries = _decoder.decode(self._path.read_bytes())
         except FileNotFoundError:
             entries = {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise OverridesUnusable(f"the limits in {self._path} can't be read: {error}") from None
         self._signature = signature
         return entries

@@ -29,6 +29,7 @@ import gateway.fleet.driver.driver as driver_module
 import gateway.fleet.driver.planning as planning_module
 import gateway.fleet.supervisor as supervisor_module
 from gateway.cli import main as pagefleet
+from gateway.cli.common import supervisor_client
 from gateway.cli.swap_client import SwapRefused, Swaps
 from gateway.config import FleetFile
 from gateway.fleet.admin import FleetStatus
@@ -106,8 +107,8 @@ class Fleet:
         self.gates.mkdir()
         self._out = folder / "out"
         self._nursery = made
-        transport = httpx.HTTPTransport(uds=str(self.state.admin_socket), verify=False)
-        self._client = httpx.Client(transport=transport, base_url="http://supervisor", timeout=PATIENCE)
+        self._client = supervisor_client(self.state)
+        self._client.timeout = PATIENCE
         self.pid = 0
         self.up()
 

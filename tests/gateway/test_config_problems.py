@@ -189,6 +189,10 @@ CASES = {
     ),
     "empty file": ("", ":1: the file is empty"),
     "not a mapping": ("- a\n", ":1: the top level must be a mapping with the key 'models'"),
+    "a character that YAML doesn't have": (
+        "# a comment\n" + GOOD.replace("org", "o\0rg"),
+        ":2: this isn't YAML: the character '\\x00' isn't allowed in it; take it out",
+    ),
     "not YAML": (
         "gateway: {port: 1\nmodels: [\n",
         ":2: this isn't YAML: expected ',' or '}', but got ':'",

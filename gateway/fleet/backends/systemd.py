@@ -49,7 +49,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 def read_mark(state: StateDir) -> Mark | None:
     try:
         return msgspec.json.decode(state.systemd.read_bytes(), type=Mark)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -34,7 +34,7 @@ class Records:
                 continue
             try:
                 yield decode(read_file(path))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 log.error("the rollout in %s can't be taken up again: %s", path, error)
 
     def save(self, rollout: Rollout) -> None:
@@ -50,7 +50,7 @@ class Records:
         try:
             data = read_file(self._path(rollout.model, ".before.json"))
             of, sample = msgspec.json.decode(data, type=tuple[str, Sample])
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError):
             return None
         return sample if of == rollout.id else None
 
@@ -64,7 +64,7 @@ class Records:
         for line in lines:
             try:
                 found.append(msgspec.json.decode(line, type=Record))
-            except msgspec.MsgspecError as error:
+            except (ValueError, RecursionError) as error:
                 log.warning("a line of the history of %s can't be read: %s", model, error)
         return found
 

@@ -52,7 +52,7 @@ def rollout_routes(rollouts: Rollouts) -> list[Route]:
     async def start(request: Request) -> Response:
         try:
             asked = msgspec.json.decode(await request.body(), type=StartRequest)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise SwapError(f"the request can't be understood: {error}", EXIT_INVALID) from None
         name = request.path_params["model"]
         if request.query_params.get("dry_run") == "1":

@@ -47,7 +47,7 @@ def start(rollout: Rollout | None, asked: e.Start, now: float) -> Step | Refusal
 
 def undo(rollout: Rollout | None, asked: e.Undo, now: float) -> Step | Refusal:
     if rollout is None:
-        return Refusal("there was no rollout to undo")
+        return Refusal(no_rollout())
     if not rollout.terminal:
         return Refusal(f"rollout {rollout.id} isn't over; `abort` ends it")
     undone = asked.completed

@@ -228,4 +228,7 @@ def decode(data: bytes) -> Rollout:
     rollout = msgspec.json.decode(data, type=Rollout)
     if rollout.version != VERSION:
         raise ValueError(f"rollout {rollout.id} is of version {rollout.version}; this one reads {VERSION}")
+    weights_are_some = all(0 <= share <= FULL_WEIGHT for share in (rollout.primary_bp, rollout.standby_bp))
+    if rollout.options.problems() or not weights_are_some or not -1 <= rollout.step < len(rollout.steps):
+        raise ValueError(f"rollout {rollout.id} has steps or shares that can't be")
     return rollout
