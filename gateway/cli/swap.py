@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from contracts.units import format_bytes
+from contracts.units import format_bytes, format_duration
 from gateway.cli.common import EXIT_STILL_RUNNING, DurationParam, fail, print_json, which_fleet
 from gateway.cli.display import make_console
 from gateway.cli.swap_client import SwapRefused, Swaps
@@ -267,7 +267,7 @@ def _show_plan(plan: Plan) -> None:
     options = plan.options
     if options.strategy == "canary":
         steps = ", ".join(f"{step:g}%" for step in options.steps)
-        click.echo(f"steps: {steps}, at least {options.hold:g} s on each")
+        click.echo(f"steps: {steps}, at least {format_duration(options.hold)} on each")
     else:
         click.echo("recreate: users wait while the old version is stopped and the new one starts")
     click.echo(f"expected time: {in_words(plan.seconds)}, plus what requests in flight take to end")

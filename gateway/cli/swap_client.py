@@ -82,8 +82,7 @@ class Swaps:
         return self._ask("GET", f"{_path(model)}/history", list[Record])
 
     def _request(self, method: str, path: str, content: bytes | None, within: float) -> httpx.Response:
-        """A question that the supervisor has given up for others (gateway/fleet/admin_connections.py) is asked
-        once more."""
+        """A question that was given up for others (gateway/fleet/admin_connections.py) is asked once more."""
         try:
             return self._client.request(method, path, content=content, timeout=within)
         except (httpx.RemoteProtocolError, httpx.ReadError):

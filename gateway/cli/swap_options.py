@@ -7,6 +7,7 @@ and no integers beyond 64 bits.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from gateway.fleet.errors import EXIT_INVALID
 from gateway.fleet.rollout import Options
 
 _LARGEST = 2**63
+_PERCENT = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*%?\s*")
 
 
 class StepsParam(click.ParamType[Any]):
@@ -28,10 +30,12 @@ class StepsParam(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):  # the default
             return value
-        try:
-            return tuple(float(part.strip().removesuffix("%")) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of percentages; write them as in 5%,25%,100%", param, ctx)
+        parts = [_PERCENT.fullmatch(part) for part in str(value).split(",")]
+        steps = tuple(float(part[1]) for part in parts if part is not None)
+        if len(steps) < len(parts):
+            what = f"{value!r:.100} is no list of percentages; write them as in 5%,25%,100%"
+            self.fail(what, param, ctx)
+        return steps
 
 
 def settings_of(texts: Iterable[str]) -> dict[str, Any]:

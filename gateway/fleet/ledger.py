@@ -180,7 +180,10 @@ def _ask(slots: Sequence[Slot], places: Sequence[str], machine: Machine) -> list
         card = None if place == HOST else machine.cards.get(int(place.removeprefix("gpu")))
         if place != HOST and card is None:
             known = ", ".join(f"gpu{index}" for index in machine.cards) or "none"
-            why = f"needs {place}, and the cards here are: {known}; set gpus, device: cpu, or --card-memory"
+            why = (
+                f"needs {place}, and the cards here are: {known}; set gpus or device: cpu, or plan for other "
+                "cards with --card-memory"
+            )
             answers.append(Answer(problem=why))
             continue
         options = slot.entry.worker.model_dump(exclude_unset=True)

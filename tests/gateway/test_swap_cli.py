@@ -53,12 +53,12 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
             nothing = await operator.swap(command, "nick")
             assert (nothing.exit_code, "there was no rollout of" in nothing.output) == (6, True), command
         nothing = await operator.swap("undo", "m")
-        assert (nothing.exit_code, "there was no rollout to undo" in nothing.output) == (6, True)
+        assert (nothing.exit_code, "there was no rollout of m;" in nothing.output) == (6, True)
 
         plan = await operator.swap("start", "nick", "--to", "fake/ok", "--set", "max-num-seqs=8", "--dry-run")
         assert (plan.exit_code, fleet.slots()) == (0, {"m-0": "ready"})
         assert "max_num_seqs: default → 8" in plan.output
-        assert "steps: 5%, 25%, 100%, at least 120 s on each" in plan.output
+        assert "steps: 5%, 25%, 100%, at least 2m0s on each" in plan.output
 
         done = await operator.swap("start", "m", "--to", "fake/ok", "--set", "max_num_seqs=8", *QUICK)
         assert done.exit_code == 0, done.output
@@ -126,8 +126,14 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
         (("start", "m", "--set", "max_num_seqs=true"), "--set max_num_seqs: is no switch"),
         (("start", "m", "--set", "dtype=3"), "--set dtype: "),
         (("start", "m", "--set", "seed=1", "--set", "seed=2"), "--set seed is given twice"),
-        (("start", "m", "--to", "fake/ok", "--hold", "9" * 400 + "d"), "hold must be a time of 0 s or more"),
-        (("start", "m", "--to", "fake/ok", "--steps", "nan,100%"), "steps must be ascending percentages"),
+        (("start", "m", "--to", "fake/ok", "--hold", "9" * 400 + "d"), "hold must be a time from 0 s to 30d"),
+        (("start", "m", "--to", "fake/ok", "--hold", "31d"), "hold must be a time from 0 s to 30d"),
+        (("start", "m", "--to", "fake/ok", "--drain-limit", "31d"), "drain limit must be a time from 0 s"),
+        (("start", "m", "--to", "fake/ok", "--hold", "\u0665s"), "is no duration"),
+        (("start", "m", "--to", "fake/ok", "--steps", "nan,100%"), "is no list of percentages"),
+        (("start", "m", "--to", "fake/ok", "--steps", "\u0665%,100%"), "is no list of percentages"),
+        (("start", "m", "--to", "fake/ok", "--steps", "1_0%,1e2%"), "is no list of percentages"),
+        (("start", "m", "--to", "fake/ok", "--steps", "5%,5%,100%"), "these are 5%,5%,100%"),
         (("start", "m", "--to", "fake/ok", "--steps", "100%,5%"), "steps must be ascending percentages"),
         (("start", "m", "--to", "fake/ok", "--steps", "few"), "is no list of percentages"),
         (("start", "m", "--to", "fake/ok", "--hold", "long"), "'long' is no duration"),

@@ -82,7 +82,7 @@ def new_version(entry: ModelEntry, old: Version, asked: StartRequest) -> Version
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             name = ".".join(map(str, detail["loc"]))
-            problems.append(f"--set {name or 'options'}: {describe(WorkerOptions, detail)}")
+            problems.append(f"--set{name and ' '}{name}: {describe(WorkerOptions, detail)}")
         raise SwapError("; ".join(problems), EXIT_INVALID) from None
     problems += asked.options.problems()
     if problems:

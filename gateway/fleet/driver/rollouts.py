@@ -160,6 +160,8 @@ class Rollouts:
     async def undo(self, name: str) -> Rollout:
         """Back to the version before the last rollout that was completed."""
         model = self.models.named(name)
+        if model.rollout is None:
+            raise SwapError(no_rollout(name))
         with self._one_at_a_time(model):
             last = self._last_completed(model)
             refused = command(model.rollout, e.Undo(id="-", completed=last), time.time())
@@ -233,6 +235,8 @@ class Rollouts:
         """Pause, resume, promote or abort. SwapError when it is refused."""
         self._refuse_at_the_end()
         model = self.models.named(name)
+        if model.rollout is None:
+            raise SwapError(no_rollout(name))
         refusal: Refusal | None
         if model.driver is not None:
             refusal = model.driver.command(asked)

@@ -46,6 +46,7 @@ EXIT_CODES: dict[Outcome, int] = {
 
 
 MOST_STEPS = 100
+LONGEST = 30 * 86400.0  # seconds
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,15 +72,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         found = []
         ascending = all(a < b for a, b in zip(self.steps, self.steps[1:]))
         if not self.steps or not ascending or self.steps[0] * FULL_WEIGHT < 100 or self.steps[-1] != 100:
+            given = ",".join(f"{step:g}%" for step in self.steps) or "none"
             found.append(
-                "steps must be ascending percentages from 0.01 % on, the last one 100 %, as in 5%,25%,100%"
+                "steps must be ascending percentages from 0.01 % on, the last one 100 %, as in 5%,25%,100%; "
+                f"these are {given:.100}"
             )
         if len(self.steps) > MOST_STEPS:
             found.append(f"{len(self.steps)} steps are too many; {MOST_STEPS} are the most")
-        if not 0 <= self.hold < float("inf"):
-            found.append("hold must be a time of 0 s or more, as in 2m")
-        if not 0 <= self.drain_limit < float("inf"):
-            found.append("the drain limit must be a time of 0 s or more, as in 15m")
+        if not 0 <= self.hold <= LONGEST:
+            found.append("hold must be a time from 0 s to 30d, as in 2m")
+        if not 0 <= self.drain_limit <= LONGEST:
+            found.append("the drain limit must be a time from 0 s to 30d, as in 15m")
         return found
 
 
