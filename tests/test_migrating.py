@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import runpy
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,7 +22,7 @@ from worker import LLM, SamplingParams, StructuredOutputs, spellings
 from worker.config import ConfigError, WorkerConfig, read_config
 from worker.server.metrics import Metrics
 from worker.server.state import ServerState
-from worker.vllm_python import ATTRIBUTES, PARAMETERS
+from worker.vllm_python import ARGUMENTS, ATTRIBUTES, PARAMETERS, check_arguments
 
 PAGE = ROOT / "docs" / "migrating-from-vllm.md"
 ((_, _, FLAGS),) = [table for table in tables(PAGE) if table[1][0] == "vLLM's flag"]
@@ -58,10 +60,13 @@ def test_a_flag(row: list[str]) -> None:
         assert (name, words[1]) == (name, spellings.ONLY[name])
         assert read_config([*model, *words]) == read_config(model)
         assert [p.split(":")[0] for p in problems(*model, words[0], "other")] == [words[0]]
-        for short in spans(note):
+        for short in (word for word in spans(note) if word.startswith("-")):
             assert read_config([*model, short, words[1]]) == read_config(model)
     elif how == "no effect":
         assert read_config([*model, *words]) == read_config(model)
+        for short in spans(note):
+            value = [] if short[-1].isdigit() else ["3"]  # -O3
+            assert read_config([*model, short, *value]) == read_config(model)
     else:
         assert how == "refused"
         (problem,) = problems(*model, *words)
@@ -147,6 +152,18 @@ def test_parameters_that_are_not_there_are_taken_where_they_change_nothing_and_e
         SamplingParams(temprature=1.0)
     with pytest.raises(ValueError, match="temperature must be from 0 to 2"):
         SamplingParams(best_of=1, temperature=3.0)
+
+
+def test_arguments_that_are_not_there_are_taken_where_they_change_nothing_and_else_told() -> None:
+    unloaded = LLM.__new__(LLM)
+    calls: list[Any] = [unloaded.generate, unloaded.chat, unloaded.embed]
+    for call, (name, elsewhere) in itertools.product(calls, ARGUMENTS.items()):
+        with pytest.raises(ValueError, match=re.escape(f"{name}: {elsewhere.told}")):
+            call([], **{name: "another"})
+    for call in calls:
+        with pytest.raises(TypeError, match=r"has no argument 'use_tqmd'; did you mean 'use_tqdm'\?"):
+            call([], use_tqmd=True)
+    check_arguments(unloaded.generate, {"lora_request": None, "chat_template_content_format": "auto"})
 
 
 def test_methods_that_are_not_there_are_told() -> None:

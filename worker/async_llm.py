@@ -17,9 +17,10 @@ from worker.ipc.client import EngineClient, EngineDead, engine_command, engine_s
 from worker.ipc.messages import EngineInfo, EngineStats
 from worker.outputs import NewParts, RequestOutput
 from worker.params import SamplingParams
-from worker.prompting import Message, Prepared, Prompt, Prompting
+from worker.prompting import Message, Prepared, Prompt, Prompting, salt_of
 from worker.spellings import options_of
 from worker.text.tokenizer import Tokenizer
+from worker.vllm_python import check_arguments
 from worker.weights.source import resolve_source
 
 __all__ = ["AsyncLLM", "EngineDead"]
@@ -95,6 +96,7 @@ class AsyncLLM:
         delta: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to one prompt as they grow; the last one given is `finished`.
 
@@ -103,12 +105,14 @@ class AsyncLLM:
         cancelled at once, others with `aclose` (contextlib.aclosing) or when the generator is collected.
 
         `request_id` is for `abort`; none in use may be given twice. `priority`, `cache_salt`: as over HTTP.
+        `others`: arguments of vLLM's that say what is so anyway.
 
         Raises, in the first step of the iteration: ValueError for a prompt that can't run. In any: EngineDead
         when the engine ends, RuntimeError when it fails this request.
         """
+        check_arguments(AsyncLLM.generate, others)
         encoded = self._ready()[0].encode(prompt)
-        fields = {"priority": priority, "cache_salt": cache_salt}
+        fields = {"priority": priority, "cache_salt": cache_salt or salt_of(prompt)}
         return self._stream(encoded, sampling_params, request_id, True, delta, fields)
 
     def chat(

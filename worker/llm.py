@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,10 +26,10 @@ from worker.ipc.messages import EngineInfo, EngineStats
 from worker.loading_bar import LoadingBar
 from worker.outputs import Answer, CompletionOutput, RequestOutput
 from worker.params import SamplingParams
-from worker.prompting import Message, Prepared, Prompt, Prompting, as_list, conversations, each
+from worker.prompting import Message, Prepared, Prompt, Prompting, as_list, conversations, each, salt_of
 from worker.spellings import options_of
 from worker.text.tokenizer import Tokenizer
-from worker.vllm_python import missing
+from worker.vllm_python import check_arguments, missing
 from worker.weights.source import resolve_source
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -85,19 +85,30 @@ class LLM:
         *,
         progress: bool = False,
         use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order; all run together, as many at a time as `max_num_seqs`.
 
-        A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids};
-        `sampling_params` is one for all, or one for each. `progress` (vLLM's `use_tqdm`) draws a bar on the
-        terminal.
+        A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may
+        have a `cache_salt`; `sampling_params` is one for all, or one for each. `progress` (vLLM's `use_tqdm`)
+        draws a bar on the terminal. `priority`: of each prompt; lower runs earlier. `others`: arguments of
+        vLLM's that say what is so anyway.
 
         Raises ValueError, before anything runs, when a prompt is empty or too long, or when text is given and
         the model has no tokenizer. After an exception, Ctrl-C included, nothing goes on running
         and the next call works; only after a failure of the device itself every one is a RuntimeError.
         """
-        encoded = [self._prompting.encode(prompt) for prompt in as_list(prompts)]
-        return self._answer(encoded, sampling_params, progress or use_tqdm, continuation=True)
+        check_arguments(LLM.generate, others)
+        given = as_list(prompts)
+        encoded = [self._prompting.encode(prompt) for prompt in given]
+        if priority is not None and len(priority) != len(given):
+            raise ValueError(f"{len(given)} prompts but {len(priority)} priorities")
+        fields = [
+            {"cache_salt": salt_of(prompt), "priority": urgency}
+            for prompt, urgency in zip(given, priority or itertools.repeat(0))
+        ]
+        return self._answer(encoded, sampling_params, progress or use_tqdm, continuation=True, fields=fields)
 
     def chat(
         self,
@@ -110,12 +121,14 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """The same for one conversation or several, through the model's chat template.
 
         `tools`: JSON schemas of functions that the template shows to the model; a call in the answer is text.
         `continue_final_message`: the answer goes on in the last message, without `add_generation_prompt`.
         """
+        check_arguments(LLM.chat, others)
         variables = chat_template_kwargs or {}
         encoded = [
             self._prompting.render(
@@ -134,12 +147,14 @@ class LLM:
         dimensions: int | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Embeddings of all prompts, in their order, by a model that makes them (option `runner`).
 
         `dimensions`: numbers that each vector is cut to, where the model was trained for that. ValueError as
         for `generate`, and for a model that generates.
         """
+        check_arguments(LLM.embed, others)
         encoded = [self._prompting.encode(prompt) for prompt in as_list(prompts)]
         return embed_all(self._engine, encoded, self._ids, dimensions, progress or use_tqdm)
 
@@ -177,12 +192,13 @@ class LLM:
         progress: bool,
         *,
         continuation: bool,
+        fields: Iterable[Mapping[str, Any]] = itertools.repeat({}),
     ) -> list[RequestOutput]:
         engine = self._engine
         results: list[RequestOutput] = []
         requests: Prepared = []
-        for prompt, params in zip(prompts, each(sampling_params, len(prompts))):
-            result, prepared = self._prompting.prepare(prompt, params, continuation=continuation)
+        for prompt, params, own in zip(prompts, each(sampling_params, len(prompts)), fields):
+            result, prepared = self._prompting.prepare(prompt, params, continuation=continuation, **own)
             results.append(result)
             requests += prepared
         active: dict[str, Answer] = {}

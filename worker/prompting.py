@@ -8,7 +8,7 @@ import operator
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, TypedDict
+from typing import Any, NotRequired, SupportsIndex, TypedDict
 
 import msgspec
 
@@ -24,10 +24,12 @@ from worker.weights.source import ModelSource
 
 class TextPrompt(TypedDict):
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -145,6 +147,14 @@ def each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int)
     return list(params)
 
 
+def salt_of(prompt: Prompt) -> str:
+    """Only prompts of the same salt share cached pages."""
+    salt = (prompt.get("cache_salt") or "") if isinstance(prompt, Mapping) else ""
+    if not isinstance(salt, str):
+        raise TypeError(f"cache_salt of a prompt must be text; it can't be {type(salt).__name__}")
+    return salt
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A prompt alone is a list of one."""
     if isinstance(prompts, (str, Mapping)):
@@ -184,10 +194,11 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> 
 def _of_mapping(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     """vLLM's spelling of prompts."""
     given: str | Sequence[int] | None = prompt.get("prompt_token_ids", prompt.get("prompt"))
-    if given is None or set(prompt) - {"prompt", "prompt_token_ids"}:
+    if given is None or set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
         raise ValueError(
             "a prompt as a dictionary has prompt (text) or prompt_token_ids, "
-            f"and this one has {', '.join(sorted(map(str, prompt))) or 'nothing'}"
+            f"and this one has {', '.join(sorted(map(str, prompt))) or 'nothing'}; "
+            "besides them only cache_salt is known"
         )
     return given
 

@@ -38,6 +38,10 @@ ONLY: Final[Mapping[str, str]] = {
     "distributed-executor-backend": "mp",
     "max-parallel-loading-workers": "1",
     "num-scheduler-steps": "1",
+    "api-server-count": "1",
+    "logprobs-mode": "raw_logprobs",
+    "prefix-caching-hash-algo": "sha256",
+    "nnodes": "1",
 }
 # What is told to those who want another value than that.
 ELSE: Final[Mapping[str, str]] = {
@@ -49,12 +53,16 @@ ELSE: Final[Mapping[str, str]] = {
     "generation-config": "requests say how they are sampled",
     "max-logprobs": "at most 20 alternatives are told",
     "chat-template-content-format": "it is read from the template",
+    "api-server-count": "a worker has one; the processes of a gateway are gateway.processes",
+    "logprobs-mode": "log-probabilities are the model's own, before temperature and penalties",
 }
 SHORT: Final[Mapping[str, str]] = {
     "tensor-parallel-size": "-tp",
     "pipeline-parallel-size": "-pp",
     "data-parallel-size": "-dp",
     "quantization": "-q",
+    "compilation-config": "-cc",
+    "optimization-level": "-O",
 }
 
 # Taken and without effect, for a reason.
@@ -74,6 +82,17 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "disable-fastapi-docs": "only /openapi.json is served",
     "disable-cascade-attn": "there is none",
     "enable-request-id-headers": "answers always have x-request-id",
+    "exclude-tools-when-tool-choice-none": "a model isn't shown tools that it may not call",
+    "disable-hybrid-kv-cache-manager": "there is none",
+    "disable-async-output-proc": "texts are made in another process anyway",
+    "use-tqdm-on-load": "a terminal shows how far a model is loaded",
+    "no-use-tqdm-on-load": "logs have a line for each step",
+    "no-enable-log-outputs": "answers are never logged",
+    "log-error-stack": "failures are logged with their stack",
+    "guided-decoding-disable-fallback": "there is one backend",
+    "language-model-only": "the models read text only",
+    "disable-chunked-mm-input": "the models read text only",
+    "skip-mm-profiling": "the models read text only",
 }
 NO_EFFECT_WITH_VALUE: Final[Mapping[str, str]] = {
     "swap-space": "preempted requests are computed again, nothing is swapped",
@@ -82,6 +101,16 @@ NO_EFFECT_WITH_VALUE: Final[Mapping[str, str]] = {
     "cuda-graph-sizes": "sizes of CUDA graphs follow max_num_seqs",
     "compilation-config": "kernels are compiled and graphs captured at every start",
     "uvicorn-log-level": "uvicorn doesn't log by itself",
+    "cudagraph-capture-sizes": "sizes of CUDA graphs follow max_num_seqs",
+    "max-cudagraph-capture-size": "sizes of CUDA graphs follow max_num_seqs",
+    "optimization-level": "kernels are compiled and graphs captured at every start",
+    "attention-backend": "there is one",
+    "stream-interval": "tokens that are ready together come as one chunk",
+    "safetensors-load-strategy": "files are read in the order in which they lie",
+    "disable-access-log-for-endpoints": "requests are never logged",
+    "h11-max-incomplete-event-size": "heads have at most 64 KiB",
+    "mm-processor-cache-gb": "the models read text only",
+    "show-hidden-metrics-for-version": "there are none",
 }
 
 # What is told to those who use them.
@@ -145,12 +174,36 @@ REFUSED: Final[Mapping[str, str]] = {
     "kv-events-config": "isn't offered",
     "enable-force-include-usage": "isn't offered: a request asks for it by stream_options.include_usage",
     "return-tokens-as-token-ids": "isn't offered: a request asks for it by return_tokens_as_token_ids",
+    "config": "isn't offered: a fleet file has the options of all models (`pagefleet up FILE`)",
+    "default-chat-template-kwargs": "isn't offered: requests give chat_template_kwargs, or "
+    "--chat-template has them set",
+    "trust-request-chat-template": "isn't offered: --chat-template sets it for all requests",
+    "enable-prompt-embeds": "isn't offered: prompts are texts or token ids",
+    "enable-log-outputs": "has no counterpart: answers are never logged",
+    "log-config-file": "isn't offered: the log goes to stderr, a line for each event",
+    "structured-outputs-config": "isn't offered: there is one backend, and requests say the rest",
+    "kv-offloading-size": "isn't offered yet",
+    "model-loader-extra-config": "isn't needed: GGUF and safetensors are told by the files",
+    "ignore-patterns": "isn't needed: only the files that are used are fetched",
+    "headless": "isn't offered: a model runs on one machine",
+    "node-rank": "isn't offered: a model runs on one machine",
+    "master-addr": "isn't offered: a model runs on one machine",
+    "data-parallel-address": "isn't offered: replicas of a fleet file are workers of their own",
+    "tool-server": "isn't offered: the server runs no tools",
+    "enable-tokenizer-info-endpoint": "isn't offered: /tokenize and /detokenize tell what a tokenizer does",
+    "ssl-cert-reqs": "isn't offered: nginx in front does TLS (`pagefleet nginx render`)",
+    "ssl-ciphers": "isn't offered: nginx in front does TLS (`pagefleet nginx render`)",
+    "collect-detailed-traces": "isn't offered: --otlp-traces-endpoint has the spans there are",
+    "allowed-local-media-path": "isn't offered: the models read text only",
+    "profiler-config": "isn't offered: torch.profiler works around LLM.generate, in the same process",
 }
 # Those of them that take no value.
 SWITCHES: Final = frozenset((
     "trust-remote-code", "enable-log-requests", "disable-sliding-window", "enable-lora",
     "enable-expert-parallel", "calculate-kv-scales", "enable-sleep-mode", "allow-credentials",
     "skip-tokenizer-init", "enable-force-include-usage", "return-tokens-as-token-ids",
+    "enable-prompt-embeds", "enable-log-outputs", "headless", "trust-request-chat-template",
+    "enable-tokenizer-info-endpoint",
 ))  # fmt: skip
 
 
@@ -158,17 +211,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """All of them, without showing the refused ones in --help."""
     group = parser.add_argument_group("accepted for compatibility")
     for flag, only in ONLY.items():
-        names = [f"--{flag}", *([SHORT[flag]] if flag in SHORT else [])]
-        group.add_argument(*names, metavar=only.upper(), help=f"Only {only}.")
+        group.add_argument(*_names(flag), metavar=only.upper(), help=f"Only {only}.")
     for flag, why in NO_EFFECT.items():
         group.add_argument(f"--{flag}", action="store_true", help=f"No effect: {why}.")
     for flag, why in NO_EFFECT_WITH_VALUE.items():
-        group.add_argument(f"--{flag}", nargs="+", metavar="X", help=f"No effect: {why}.")
+        group.add_argument(*_names(flag), nargs="+", metavar="X", help=f"No effect: {why}.")
     for flag in REFUSED:
         if flag in SWITCHES:
             parser.add_argument(f"--{flag}", action="store_const", const=True, help=argparse.SUPPRESS)
         else:
             parser.add_argument(f"--{flag}", nargs="*", help=argparse.SUPPRESS)
+
+
+def _names(flag: str) -> list[str]:
+    return [f"--{flag}", *([SHORT[flag]] if flag in SHORT else [])]
 
 
 def taken() -> Iterator[str]:

@@ -3,7 +3,7 @@ so anyway, and else told what is there instead."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from contracts.suggest import did_you_mean
@@ -35,6 +35,23 @@ PARAMETERS: Final[Mapping[str, Elsewhere]] = {
     "thinking_token_budget": Elsewhere("isn't offered: max_tokens bounds reasoning and answer together"),
     "repetition_detection": Elsewhere("isn't offered: repetition_penalty and frequency_penalty bound it"),
     "logprob_token_ids": Elsewhere("isn't offered: logprobs name the likeliest tokens, at most 20"),
+}
+
+_TEXT: Final = "isn't offered: the models read text only"
+
+# Of the methods of LLM and AsyncLLM.
+ARGUMENTS: Final[Mapping[str, Elsewhere]] = {
+    "lora_request": Elsewhere("isn't offered yet: load the merged checkpoint"),
+    "prompt_adapter_request": Elsewhere("isn't offered"),
+    "prompt_token_ids": Elsewhere("is a prompt itself: a list of token ids, or {'prompt_token_ids': [...]}"),
+    "guided_options_request": Elsewhere("is now structured_outputs of SamplingParams"),
+    "tokenization_kwargs": Elsewhere("isn't offered: a prompt may be token ids"),
+    "mm_processor_kwargs": Elsewhere(_TEXT),
+    "chat_template": Elsewhere("is an option of the model: LLM(model, chat_template=FILE)"),
+    "chat_template_content_format": Elsewhere("is read from the template", ("auto",)),
+    "trace_headers": Elsewhere("isn't offered: a worker that serves over HTTP has traces"),
+    "pooling_params": Elsewhere("is the argument dimensions of embed"),
+    "truncate_prompt_tokens": Elsewhere("is a parameter of SamplingParams; embed takes whole prompts"),
 }
 
 # Of LLM.
@@ -71,6 +88,17 @@ def known_parameters(given: Mapping[str, Any], known: Collection[str]) -> dict[s
         elif value and value not in PARAMETERS[name].neutral:
             raise ValueError(f"{name}: {PARAMETERS[name].told}")
     return {name: value for name, value in given.items() if name in known}
+
+
+def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """ValueError for one of vLLM's arguments that `method` can't follow, with what is there instead;
+    TypeError for one that nobody has."""
+    for name, value in given.items():
+        if name not in ARGUMENTS:
+            meant = did_you_mean(name, method.__annotations__)
+            raise TypeError(f"{method.__qualname__} has no argument {name!r}{meant}")
+        if value and value not in ARGUMENTS[name].neutral:
+            raise ValueError(f"{name}: {ARGUMENTS[name].told}")
 
 
 def missing(owner: str, name: str) -> AttributeError:
