@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
+import socket
 from urllib.parse import urlsplit
 
 from gateway.connection import Connection, UpstreamError
@@ -12,6 +15,9 @@ from gateway.connection import Connection, UpstreamError
 IDLE_PER_TARGET = 512  # a burst above it closes what it opened
 LISTENER_BUSY_PAUSE = 0.005
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+_LOOK_UP_FILES = (
+    4  # that the look-up of a name opens at most: a table of this machine, sockets to name servers
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +67,11 @@ class Upstream:
         except TimeoutError:
             raise UpstreamError("connect", f"no connection within {timeout:g} s", untouched=True) from None
         except OSError as error:
-            if error.errno in _EXHAUSTED:
+            if lack := _lack(error):
                 if not self._exhausted:  # it may last: say it once
-                    log.error("no connection to a worker can be made: %s", error.strerror)
+                    log.error("no connection to a worker can be made: %s", lack)
                 self._exhausted = True
-                raise UpstreamError("exhausted", f"no connection: {error.strerror}", untouched=True) from None
+                raise UpstreamError("exhausted", f"no connection: {lack}", untouched=True) from None
             raise UpstreamError("connect", f"connection refused: {error}", untouched=True) from None
         self._exhausted = False
         if not connection.closed:
@@ -115,3 +121,21 @@ class Upstream:
         idle = self._idle.get(connection.address)
         if idle and connection in idle:
             idle.remove(connection)
+
+
+def _lack(error: OSError) -> str:
+    """What this process lacks, where that is why; else nothing."""
+    if error.errno in _EXHAUSTED:
+        return str(error.strerror)
+    if not isinstance(error, socket.gaierror):
+        return ""
+    if error.errno == socket.EAI_MEMORY:
+        return os.strerror(errno.ENOMEM)
+    # A look-up that can't open what it needs mostly says that there is no such name: see what can be opened.
+    with contextlib.ExitStack() as opened:
+        try:
+            for _ in range(_LOOK_UP_FILES):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as lack:
+            return str(lack.strerror) if lack.errno in _EXHAUSTED else ""
+    return ""

@@ -16,6 +16,7 @@ from gateway.usage.store import COUNTS, HOUR, Row, Sums, UsageStore, UsageUnusab
 
 MAX_UNWRITTEN = 16 * 1024**2  # bytes of lines kept for a file that can't be written
 MAX_ROWS = 20_000  # distinct users, keys and models in an hour, by one gateway
+HOURS_AT_ONCE = 2  # in which requests end that began in them
 FOLD_SECONDS = 600.0  # between two looks for what has grown old
 OVER_LIMIT = 429  # a request that its user's limits refused, which says nothing of workers
 OTHERS = "(others)"  # the user of what is beyond that: with `auth: none`, names cost nothing
@@ -88,8 +89,7 @@ class UsageSink:
         self._hours_kept = hours_kept
         self._fold_at = 0.0
         self._rows: dict[Row, Sums] = {}
-        self._known: set[Row] = set()  # of the latest hour
-        self._hour = 0
+        self._known: dict[int, set[Row]] = {}  # of the hours that were met last, whatever the clock does
 
     def take(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -111,14 +111,14 @@ class UsageSink:
 
     def _new_row(self, row: Row) -> Sums | None:
         hour, model = row[0], row[3]
-        if hour > self._hour:
-            self._hour = hour
-            self._known.clear()
-        if row not in self._known:
-            if len(self._known) >= MAX_ROWS:
+        known = self._known[hour] = self._known.pop(hour, set())
+        if len(self._known) > HOURS_AT_ONCE:
+            del self._known[next(iter(self._known))]
+        if row not in known:
+            if len(known) >= MAX_ROWS:
                 row = (hour, OTHERS, "", model)
             else:
-                self._known.add(row)
+                known.add(row)
         if len(self._rows) > 2 * MAX_ROWS:  # the file can't be written, for hours
             return self._rows.get(row)
         return self._rows.setdefault(row, [0] * len(COUNTS))
@@ -134,7 +134,8 @@ class UsageSink:
             raise Unwritten(str(error)) from None
 
     def _fold(self, now: float) -> None:
-        if now >= self._fold_at and not self._store.fold(now - min(self._hours_kept, now)):
+        waits = self._fold_at - FOLD_SECONDS <= now < self._fold_at  # unless the clock was set back
+        if not waits and not self._store.fold(now - min(self._hours_kept, now)):
             self._fold_at = now + FOLD_SECONDS
 
     def close(self) -> int:

@@ -3,15 +3,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import uvloop
 
 from gateway.connection import HIGH_WATER, Connection, UpstreamError
 from gateway.settings import Timeouts
@@ -199,6 +202,44 @@ async def test_connection_refused(upstream: Upstream, tmp_path: Path) -> None:
             await upstream.connect(address, 5)
         assert (caught.value.kind, caught.value.untouched) == ("connect", True)
     assert upstream.open_connections == 0
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("left", range(4))
+def test_a_name_that_cannot_be_looked_up_for_want_of_descriptors_is_our_own_fault(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever of them the look-up finds: it says that there is no such name, in most cases."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(look_up(left))
+    assert caplog.messages == ["no connection to a worker can be made: Too many open files"]
+
+
+async def look_up(left: int) -> None:
+    address, pool = "http://worker.invalid:8000", Upstream()
+    with pytest.raises(UpstreamError) as caught:
+        await pool.connect(address, 60)
+    assert caught.value.kind == "connect"  # and what this needed to look names up at all is there now
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as taken:
+        taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        null = os.open(os.devnull, os.O_RDONLY)
+        taken.callback(os.close, null)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+        free = []
+        with contextlib.suppress(OSError):
+            while True:
+                free.append(os.dup(null))
+        for descriptor in free[left:]:
+            taken.callback(os.close, descriptor)
+        for descriptor in free[:left]:
+            os.close(descriptor)
+        with pytest.raises(UpstreamError) as caught:
+            await pool.connect(address, 60)
+    assert (caught.value.kind, caught.value.untouched) == ("exhausted", True)
+    with pytest.raises(UpstreamError) as caught:
+        await pool.connect(address, 60)
+    assert caught.value.kind == "connect"
 
 
 async def test_a_listener_with_a_full_queue_is_waited_for(upstream: Upstream, tmp_path: Path) -> None:

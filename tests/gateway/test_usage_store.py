@@ -162,6 +162,22 @@ def test_names_without_end_are_put_together(tmp_path: Path, monkeypatch: pytest.
     assert by_user[OTHERS] == 90
 
 
+def test_a_clock_that_was_ahead_puts_nobody_among_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each hour after it was set right has room for as many as ever."""
+    monkeypatch.setattr(sinks, "MAX_ROWS", 10)
+    path = tmp_path / USAGE_FILE
+    hours = [NOON, NOON + 365 * 86400, *(NOON + n * HOUR for n in range(4))]
+    sink = UsageSink(UsageStore(path))
+    for hour in hours:
+        sink.take([record(at=hour, user=f"u{number}") for number in range(8)])
+        sink.flush()
+    sink.close()
+    assert {total.group[0] for total in totals(path, "user")} == {f"u{number}" for number in range(8)}
+    assert [total.requests for total in totals(path, "hour")] == [16, 8, 8, 8, 8]
+
+
 VERSION_1 = """
 CREATE TABLE usage (hour INTEGER NOT NULL, user TEXT NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL,
     requests INTEGER NOT NULL, failed INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
