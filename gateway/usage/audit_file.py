@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -19,11 +20,14 @@ _FLAGS = (
     os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 )  # a FIFO nobody reads: an error
 
+log = logging.getLogger(__name__)
+
 
 class AuditFile:
     """The file at `path`: over `max_size` bytes it becomes PATH.1 (and .1 becomes .2 … up to .`keep`).
 
-    Opened at the first `append`. What isn't a regular file (/dev/stdout) is never rotated.
+    Opened at the first `append`. What isn't a regular file (/dev/stdout) is never rotated; one that can't be
+    moved away, as its directory is somebody else's, grows on.
     """
 
     def __init__(self, path: Path, max_size: int, keep: int) -> None:
@@ -31,6 +35,7 @@ class AuditFile:
         self._max_size = max_size
         self._keep = keep
         self._descriptor = -1
+        self._stays = False  # it should be moved away and can't be
 
     def append(self, lines: bytes) -> None:
         """Writes all of `lines`, or nothing and raises OSError."""
@@ -39,7 +44,7 @@ class AuditFile:
             status = os.fstat(self._descriptor)
             is_file = stat.S_ISREG(status.st_mode)
             if locked and is_file and status.st_size and status.st_size + len(lines) > self._max_size:
-                self._rotate()
+                self._try_to_rotate()
                 locked = self._lock()
                 status = os.fstat(self._descriptor)
             self._write(lines, status.st_size if locked and is_file else None)
@@ -101,6 +106,16 @@ class AuditFile:
         except FileNotFoundError:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             return os.open(self.path, _FLAGS, _MODE)
+
+    def _try_to_rotate(self) -> None:
+        try:
+            self._rotate()
+        except OSError as error:
+            if not self._stays:
+                log.error("the audit file %s can't be moved away and grows on: %s", self.path, error)
+            self._stays = True
+        else:
+            self._stays = False
 
     def _rotate(self) -> None:
         for number in range(self._keep - 1, 0, -1):

@@ -83,8 +83,8 @@ def started(audit: AuditFile | None, usage: Path | None = None, losses: Losses |
     return recorder
 
 
-def recording(path: Path, losses: Losses | None = None, max_size: int = LARGE) -> Recorder:
-    return started(AuditFile(path, max_size, 3), None, losses)
+def recording(path: Path, losses: Losses | None = None, max_size: int = LARGE, keep: int = 3) -> Recorder:
+    return started(AuditFile(path, max_size, keep), None, losses)
 
 
 # --- lines
