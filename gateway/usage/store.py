@@ -188,7 +188,9 @@ class UsageStore:
             raise UsageUnusable(str(error)) from None
         except (sqlite3.Error, OSError) as error:
             self.close()
-            raise UsageUnusable(f"the usage in {self._path} can't be used: {error}") from None
+            passes = isinstance(error, (sqlite3.OperationalError, OSError)) and not self._path.is_dir()
+            hint = "" if passes else "; move it away, and another is made"
+            raise UsageUnusable(f"the usage in {self._path} can't be used: {error}{hint}") from None
 
 
 def _upgrade(db: sqlite3.Connection) -> None:

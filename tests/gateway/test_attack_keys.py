@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gateway.identity.store import KEYS_FILE, KeyStore
 from tests.gateway.gateway_processes import BODY, PROCESSES, Gateways, gateways
-from tests.gateway.rig import http_post, until
+from tests.gateway.rig import http_post, one_worker, until
 from tests.gateway.test_auth_processes import keys
 
 CLIENTS = 50
@@ -75,6 +76,43 @@ class Load:
         self.answers[when] += 1
         if status != expected:
             self.wrong.append(f"{status} {when}")
+
+
+async def test_a_key_ends_in_the_very_second_on_connections_that_are_kept_alive(tmp_path: Path) -> None:
+    """A stream that it began goes on."""
+    answers: list[tuple[float, int, float]] = []
+    with KeyStore(tmp_path / KEYS_FILE, create=True, write=True) as store:
+        store.create("bob")
+    async with one_worker(tmp_path, auth={"mode": "keys"}) as rig:
+        with KeyStore(tmp_path / KEYS_FILE, write=True) as store:
+            expires = time.time() + 2
+            _, key = store.create("ann", expires=expires)
+
+        async def use() -> None:
+            """Over one connection, up to the first refusal."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+            status = 200
+            while status == 200:
+                began = time.time()
+                writer.write(http_post(BODY, f"authorization: Bearer {key}\r\n".encode()))
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head)
+                assert length is not None, head
+                body = await reader.readexactly(int(length[1]))
+                status = int(head.split()[1])
+                answers.append((began, status, time.time()))
+            assert b"expired" in body
+            writer.close()
+
+        stream = {"model": "m", "stream": True, "fake": {"do": "sse", "gate_at": 1}}
+        running = asyncio.create_task(rig.post(stream, headers={"authorization": f"Bearer {key}"}))
+        await until(lambda: rig.workers[0].requests)
+        await asyncio.gather(*(use() for _ in range(10)))
+        rig.workers[0].gate.set()
+        assert (await running).text.endswith("data: [DONE]\n\n")
+    assert {status for began, status, _ in answers if began >= expires} <= {401}
+    assert {status for _, status, ended in answers if ended < expires} <= {200}
+    assert sum(status == 401 for _, status, _ in answers) == 10
 
 
 async def test_from_the_return_of_a_command_on_it_holds_on_every_process(tmp_path: Path) -> None:
