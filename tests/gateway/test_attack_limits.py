@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from gateway.cli import main as pagefleet
 from tests.gateway.redis_server import running
 from tests.gateway.rig import until
-from tests.gateway.test_limits_processes import Gateways, at_once, gateways, limits, made
+from tests.gateway.test_limits_processes import Gateways, at_once, becomes, gateways, limits, made
 
 pytestmark = pytest.mark.redis
 SCARCE = {"qps": 0.001, "burst": 10}  # nothing comes back within a test
@@ -108,3 +108,58 @@ def test_numbers_that_are_no_limit_are_refused_and_change_nothing(tmp_path: Path
     assert words[-2].removeprefix("--").replace("-", "_") in result.stderr.replace("-", "_")
     assert len(result.stderr) < 500
     assert not (tmp_path / "limits.json").exists()
+
+
+async def test_whatever_redis_does_in_a_burst_refuses_and_fails_nobody(tmp_path: Path) -> None:
+    """It kicks all clients again and again, waits with writes, forgets scripts and keys, has no memory, takes
+    no writes, hangs, and starts again, while users stay far below their limits. Then limits hold."""
+    generous = {"qps": 100_000, "burst": 100_000, "concurrency": 1000}
+    with running(tmp_path / "redis") as server:
+        async with gateways(made(tmp_path), 3, **limits(generous, server.url, faults=True)) as fleet:
+            statuses: Counter[bytes] = Counter()
+            over = False
+
+            async def client(number: int) -> None:
+                for turn in itertools.count(number):
+                    if over:
+                        return
+                    statuses[(await at_once(fleet.clients[turn % 3])).split()[1]] += 1
+
+            async def more() -> None:
+                seen = statuses.total()
+                await until(lambda: statuses.total() > seen + 40)
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(12):
+                    group.create_task(client(number))
+                with server.client() as redis:
+                    for _ in range(20):
+                        redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                        await more()
+                    for command in ("FLUSHALL", "SCRIPT FLUSH", "CLIENT PAUSE 1500 WRITE"):
+                        redis.execute_command(command)
+                        await more()
+                    for setting, bad, good in (("maxmemory", "1", "0"), ("min-replicas-to-write", "1", "0")):
+                        redis.config_set(setting, bad)
+                        await more()
+                        redis.config_set(setting, good)
+                        await becomes(False, *fleet.clients)
+                    redis.replicaof("127.0.0.1", 1)
+                    await more()
+                    redis.replicaof("NO", "ONE")
+                server.pause()
+                await more()
+                server.resume()
+                await more()
+                server.kill()
+                await more()
+                server.start()
+                await becomes(False, *fleet.clients)
+                await more()
+                over = True
+            assert statuses.keys() == {b"200"}
+            await change(fleet, "set", "user", "ann", "--qps", "0.001", "--burst", "10")
+            with server.client() as redis:
+                redis.flushall()
+            assert 0 < (await burst(fleet, 60))[b"200"] <= 10
+        assert "Traceback" not in fleet.log()
