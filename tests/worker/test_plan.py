@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_an_engine_on_a_cpu_takes_what_was_planned(options: Any, tied: bool, tmp
     # Packed for a CPU, a matrix is whole panels of at most 64 rows.
     inner = sum(shape[1] for shape in parameter_shapes(resolve_source(source).config).values() if shape[1:])
     assert 0 <= engine.info.weight_bytes - plan.weights < 64 * 4 * inner
+
+
+def test_engines_that_start_at_once_take_what_each_would_alone(tmp_path: Path) -> None:
+    """Sizes come from budgets, not from what happens to be free."""
+    source, options = config_file(tmp_path), {"device": "cpu", "kv_cache_memory_bytes": "48MiB"}
+    plan, alone = compare(source, **options)
+    with ThreadPoolExecutor(4) as starts:
+        together = [starts.submit(compare, source, **options) for _ in range(4)]
+        for start in together:
+            assert_same_pages(plan, start.result()[1])
+    assert_same_pages(plan, alone)
 
 
 @pytest.mark.model
