@@ -77,6 +77,16 @@ class Versions:
             return None
         return running if can_run(entry, running.version) else None
 
+    def in_words(self, entry: ModelEntry, running: Running) -> str:
+        """That it isn't the fleet file's version which runs, and what leads back should it not start."""
+        runs = running.version.source
+        what = f"runs {runs}" if runs != entry.source else "runs with other options"
+        return (
+            f"{entry.name} {what} since rollout {running.rollout_id}, not what the fleet file says; "
+            "`pagefleet swap undo` goes back. Where it doesn't start: bring the model back, change its entry "
+            f"in the file, or take {self._path} away, and models run what the file says"
+        )
+
     def last(self, model: str) -> Running | None:
         """The same, whatever the fleet file says by now."""
         return self._running.get(model)

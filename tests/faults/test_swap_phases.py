@@ -5,6 +5,9 @@ Each phase is held by a gate (tests/faults/nursery.py), so what is done to it is
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -180,6 +183,17 @@ def test_the_supervisor_is_killed(fleet: Fleet, strategy: str, case: Case) -> No
 def test_the_standby_is_killed(fleet: Fleet, strategy: str, case: Case) -> None:
     if case[3]:  # there is one
         kill_worker(fleet, strategy, case, "standby", case[3])
+
+
+def test_the_standby_hangs(fleet: Fleet) -> None:
+    """The old version isn't given up for one that does nothing any more."""
+    before, count = there(fleet, "canary", next(case for case in CANARY if case[0] == "clearing"))
+    os.kill(fleet.process(other(before)), signal.SIGSTOP)
+    fleet.open_gates()
+    time.sleep(1.0)  # the barrier is reached within a tenth of that
+    assert fleet.rollout().phase == "clearing"
+    fleet.kill_process(other(before))
+    check(fleet, end(fleet), BACK, before, count)
 
 
 @cases("judging clearing draining stopping reverting", "holding clearing restoring reverting")

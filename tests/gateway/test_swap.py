@@ -35,7 +35,9 @@ def untouched(fleet: Swapping, pid: int) -> None:
     assert (fleet.routes.hold, fleet.routes.rollout_id) == (False, None)
 
 
-async def test_users_do_not_notice_and_the_new_version_stays(tmp_path: Path) -> None:
+async def test_users_do_not_notice_and_the_new_version_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = fleet_file(tmp_path, "replicas: 2")
     async with swapping(path) as fleet:
         old = [pid_of(fleet, slot) for slot in ("m-0", "m-1")]
@@ -62,7 +64,9 @@ async def test_users_do_not_notice_and_the_new_version_stays(tmp_path: Path) -> 
         assert not any(psutil.pid_exists(pid) for pid in old)
         assert fleet.rollouts.models.changed_versions()["m"].source == "fake/new__ok"
 
+    assert "not what the fleet file says" not in caplog.text
     async with swapping(path) as fleet:  # it is the model's version now
+        assert f"m runs fake/new__ok since rollout {begun.id}, not what the fleet file says" in caplog.text
         assert fleet.slots() == {"m-alt-0": "ready", "m-alt-1": "ready"}
         assert [target.variant for target in fleet.routes.targets] == ["b", "b"]
         undone = await fleet.rollouts.undo("nick")

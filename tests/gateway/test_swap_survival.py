@@ -53,6 +53,9 @@ def test_the_version_of_a_rollout_holds_until_the_file_says_something_new(tmp_pa
     assert again.of(entry) == running
     assert again.of(entry.model_copy(update={"source": "o/c"})) is None
     assert again.last("m") == running
+    words = again.in_words(entry, running)
+    assert words.startswith("m runs o/b since rollout r, not what the fleet file says; ")
+    assert f"take {tmp_path / 'versions.json'} away" in words
     (tmp_path / "versions.json").write_text("nonsense")
     assert Versions(tmp_path / "versions.json").of(entry) is None
 

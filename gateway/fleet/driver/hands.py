@@ -194,7 +194,17 @@ class Hands:
             if observer.applied(self._epoch) and not observer.inflight(self._model, targets):
                 break
             await asyncio.sleep(POLL)
+        if wanted.side == "primary":
+            await self._until_alive("standby")
         self._report(e.BarrierReached(rollout_id=rollout_id, change=wanted.change))
+
+    async def _until_alive(self, side: Side) -> None:
+        """Until each of its workers says that it makes progress: from here on there is no way back to the
+        other side. One that hangs is killed in the end, and that is its crash."""
+        async with peers(self._peers(side)) as living:
+            for peer in living:
+                while not await _makes_progress(peer):
+                    await asyncio.sleep(POLL)
 
     async def _judge(self, rollout: Rollout, change: int) -> None:
         """With those of the old version that are there."""
@@ -268,6 +278,14 @@ class Hands:
                 self._report(e.PrimaryFailed(rollout_id=rollout_id, reason=str(error)))
                 return
         self._report(e.PrimaryReady(rollout_id=rollout_id))
+
+
+async def _makes_progress(peer: Peer) -> bool:
+    try:
+        await peer.get("/health")
+    except (Lost, Refused):
+        return False
+    return True
 
 
 async def _is_empty(peer: Peer) -> bool:

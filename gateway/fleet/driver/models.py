@@ -142,6 +142,8 @@ class Models:
             running = self._versions.of(entry)
         if running is None:
             return Model(entry, slug, file_version(entry), "", rollout)
+        if running.version != file_version(entry):
+            log.warning("%s", self._versions.in_words(entry, running))
         return Model(entry, slug, running.version, running.variant, rollout)
 
     def _complete_record(self, entry: ModelEntry, rollout: Rollout, last: Running | None) -> None:
