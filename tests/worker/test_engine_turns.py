@@ -93,3 +93,29 @@ def test_whoever_is_late_is_named_once_and_nobody_who_has_begun():
     scheduler.finish(waits[2], "error")
     harness.run()
     assert [begun.finish_reason, waits[1].finish_reason] == ["length", "length"]
+
+
+def test_a_step_that_a_short_prompt_ends_in_is_not_filled_up_with_a_long_one():
+    pace = known_pace(1e-3)
+    pace.target = None  # the time of a step counts
+    harness = Blind(pages=9000, seqs=8, budget=512, pace=pace)
+    harness.add("long", [i % 50 for i in range(5_000)], 1)
+    assert [row.count for row in harness.step().rows] == [512], "nobody waits for it"
+    for name in ("a", "b"):
+        harness.add(name, [1] * 60, 1)
+    pieces = {row.request.id: row.count for row in harness.step().rows}
+    assert pieces == {"a": 60, "b": 60, "long": 120}
+    harness.add("other", [2] * 700, 1)
+    assert [row.count for row in harness.step().rows] == [512]
+    assert {row.request.id: row.count for row in harness.step().rows} == {"other": 188, "long": 188}
+
+
+def test_turns_hold_where_all_the_time_is_in_reading_earlier_tokens():
+    """As it may look from the times of a few long steps."""
+    pace = known_pace(0.0)
+    pace.read = 1e-6
+    harness = Blind(pages=9000, seqs=8, budget=512, pace=pace)
+    harness.add("long", [i % 50 for i in range(5_000)], 1)
+    harness.step()
+    harness.add("short", [1] * 60, 1)
+    assert "short" in {row.request.id for row in harness.step().rows}

@@ -80,9 +80,11 @@ class Pace:
 
     def share(self, tokens: int, prompts: int, decoding: bool) -> Share:
         """What a step has for prompts: `tokens` at most, less where `prompts` that want some would hold up
-        sequences that decode in it for too long."""
-        if not decoding or not self.decode or self.target == math.inf:
+        sequences that decode in it for too long, or others whose last piece is in it."""
+        if self.target == math.inf:
             return Share(self, tokens, math.inf)
+        if not decoding or not self.decode:
+            return Share(self, tokens, math.inf, stretch=STRETCH)
         self._without_probe += 1
         if self._without_probe > PROBE:
             self._without_probe = 0
@@ -141,24 +143,35 @@ class Pace:
 
 
 class Share:
-    """What is left of a step for prompts."""
+    """What is left of a step for prompts.
 
-    __slots__ = ("_first", "_pace", "seconds", "tokens")
+    Args:
+        stretch: where prompts end in the step, and so wait for it with their first tokens, those that don't
+            may lengthen it by so many times what these take; inf: by whatever fits.
+    """
 
-    def __init__(self, pace: Pace, tokens: int, seconds: float) -> None:
+    __slots__ = ("_ending", "_first", "_pace", "_stretch", "seconds", "tokens")
+
+    def __init__(self, pace: Pace, tokens: int, seconds: float, stretch: float = math.inf) -> None:
         self.tokens = tokens
         self.seconds = seconds
         self._pace = pace
         self._first = True
+        self._stretch = stretch
+        self._ending = 0.0  # seconds of the prompts that end in this step
 
     def take(self, start: int, wanted: int) -> int:
         """Tokens for a prompt that has come to `start` and wants so many more; 0: none in this step. The
         first to ask gets `Pace.least` in any case."""
         count = min(wanted, max(0, self.tokens))
+        if count < wanted and self._ending and self.seconds == math.inf:
+            self.seconds, self._first = self._stretch * self._ending, True
         if self.seconds < math.inf and count:
             least = min(self._pace.least, count) if self._first else 0
             count = max(least, self._pace.tokens_in(max(0.0, self.seconds), start, count))
             self.seconds -= self._pace.seconds(start, count)
+        if count == wanted:
+            self._ending += self._pace.seconds(start, count)
         self._first = False
         self.tokens -= count
         return count

@@ -64,7 +64,7 @@ class Scheduler:
         one that came earlier, and no long one waits for much longer than it takes anyway.
         """
         alone = 0.0
-        if self.pace.token:
+        if self.pace.token or self.pace.read:  # one of them may be too small to tell
             start = len(self.prefixes.cached(request)) * self.pool.page_size
             alone = self.pace.seconds(start, request.length - start)
         request.turn = (request.order[0] + alone, request.order[1])
