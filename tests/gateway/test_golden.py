@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.driver import proof
-from gateway.fleet.driver.peer import Peer
+from gateway.fleet.driver.peer import Lost, Peer, Refused, number_in
 from gateway.fleet.driver.proof import Unproven, matches, run_golden
 from gateway.settings import Golden
 from tests.worker.fake_engine import MODEL
@@ -72,6 +72,7 @@ async def test_a_golden_answer_is_a_substring_or_a_regular_expression(
 ODD: list[Any] = [
     *({}, {"choices": None}, {"choices": []}, {"choices": [1]}, {"choices": [{"message": None}]}),
     *({"choices": [{"message": "x"}]}, {"choices": [{"message": {"content": ["x"]}}]}),
+    *({"logprobs": 1}, {"logprobs": True}, {"logprobs": 0.5}, {"logprobs": [{"logprob": float("nan")}]}),
     *({"logprobs": [1]}, {"logprobs": "x"}, {"logprobs": {"a": 1}}, {"logprobs": [{"logprob": "-1"}]}),
 ]
 
@@ -89,6 +90,47 @@ async def test_an_answer_of_another_shape_proves_nothing(odd: dict[str, Any]) ->
 
     with pytest.raises(proof.Unproven):
         await proof.run_golden(Peer(), [Golden(prompt="x")])  # type: ignore[arg-type]
+
+
+ANSWERS: dict[str, bytes] = {
+    "no HTTP": b"I am no HTTP server\r\n\r\n",
+    "nothing": b"",
+    "half": b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{",
+    "no JSON": b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n{\xff}",
+    "a number": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n7\n",
+    "a list": b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n[]\n",
+    "nested": b"HTTP/1.1 200 OK\r\ncontent-length: 200000\r\n\r\n" + b"[" * 200_000,
+    "a nested error": b"HTTP/1.1 500 No\r\ncontent-length: 200000\r\n\r\n" + b"[" * 200_000,
+    "an error in no text": b'HTTP/1.1 500 No\r\ncontent-length: 15\r\n\r\n{"error": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_a_worker_that_answers_nonsense_is_lost_or_refuses(kind: str, tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ANSWERS[kind])
+        writer.close()
+
+    place = tmp_path / "worker.sock"
+    async with await asyncio.start_unix_server(answer, place):
+        peer = Peer(place, "m-0", 1, "m")
+        for question in (
+            peer.get("/health"),
+            peer.post("/admin/abort"),
+            peer.prompt("/generate", prompt=[1]),
+            peer.timed([1], 2, "salt"),
+        ):
+            with pytest.raises((Lost, Refused)):
+                await question
+        await peer.close()
+
+
+def test_a_count_that_is_none_is_not_counted() -> None:
+    for odd in (None, "7", -1, 0.5, [1], {}):
+        assert number_in({"aborted": odd}, "aborted", 3) == 3
+    assert number_in({"aborted": 2}, "aborted", 3) == 2
+    assert number_in({}, "aborted", 3) == 3
 
 
 async def test_an_expression_that_comes_to_no_end_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gateway.fleet.commands import Slot
 from gateway.fleet.driver.judging import Judging
 from gateway.fleet.driver.memory import until_free
-from gateway.fleet.driver.peer import Lost, Peer, Refused, peers
+from gateway.fleet.driver.peer import Lost, Peer, Refused, number_in, peers
 from gateway.fleet.driver.proof import Unproven, check_identity, run_golden, warm_up
 from gateway.fleet.driver.records import Records
 from gateway.fleet.judge import Verdict
@@ -230,7 +230,7 @@ class Hands:
             for peer in leaving:
                 try:
                     await peer.post("/admin/drain")
-                    cut += int((await peer.post("/admin/abort")).get("aborted", 0))
+                    cut += number_in(await peer.post("/admin/abort"), "aborted", 0)
                 except (Lost, Refused):  # its end, or the time limit, is the way on
                     continue
         await self._until_empty(side)

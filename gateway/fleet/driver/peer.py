@@ -89,14 +89,14 @@ class Peer:
                     raise _refused(response, await response.aread())
                 async for line in response.aiter_lines():
                     piece = json.loads(line)
-                    if "error" in piece:
+                    if not isinstance(piece, dict) or "error" in piece:
                         raise Lost("the stream broke off")
                     first = first or time.monotonic()
                     if piece.get("finish_reason") is not None:
                         return Times(first - began, (time.monotonic() - first) / (tokens - 1))
         except httpx.HTTPError as error:
             raise Lost(_words(error)) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Lost("a piece of the stream isn't JSON") from None
         raise Lost("the stream ended before its end")
 
@@ -108,7 +108,7 @@ class Peer:
             answer = json.loads(response.content)
         except httpx.HTTPError as error:
             raise Lost(_words(error)) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Lost(f"the answer to {path} isn't JSON") from None
         if not isinstance(answer, dict):
             raise Lost(f"the answer to {path} isn't an object")
@@ -125,6 +125,12 @@ async def peers(made: list[Peer]) -> AsyncIterator[list[Peer]]:
             await peer.close()
 
 
+def number_in(answer: dict[str, Any], name: str, otherwise: int) -> int:
+    """A count of 1 or more that a worker tells."""
+    found = answer.get(name)
+    return found if isinstance(found, int) and found >= 1 else otherwise
+
+
 class _Error(msgspec.Struct, frozen=True):
     message: str = "it gave no reason"
     code: str | None = None
@@ -137,7 +143,7 @@ class _ErrorBody(msgspec.Struct):
 def _refused(response: httpx.Response, body: bytes) -> Refused:
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         error = _Error()
     code = "refused" if REFUSED in response.headers else error.code or ""
     return Refused(response.status_code, code, error.message)

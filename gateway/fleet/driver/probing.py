@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from contracts.times import bucket_of
 from gateway.fleet.driver.measure import Meter
-from gateway.fleet.driver.peer import Lost, Peer, Refused
+from gateway.fleet.driver.peer import Lost, Peer, Refused, number_in
 from gateway.fleet.driver.proof import tokens
 from gateway.fleet.judge import Window
 
@@ -91,7 +91,7 @@ def _beside(before: tuple[int, int], after: tuple[int, int]) -> int:
 async def _capacity(peer: Peer) -> int:
     """How many requests it computes at a time."""
     try:
-        return int((await peer.get("/health")).get("max_num_seqs") or AT_ONCE)
+        return number_in(await peer.get("/health"), "max_num_seqs", AT_ONCE)
     except (Lost, Refused):
         return AT_ONCE
 

@@ -126,15 +126,19 @@ async def _checked(peer: Peer, prompt: list[int]) -> None:
     for salt in ("golden-1", "golden-2"):
         body = {"prompt": prompt, "max_tokens": _CHECK_TOKENS, "ignore_eos": True, "logprobs": 0}
         answer = await _asked(peer.prompt("/generate", **body, cache_salt=salt))
-        entries = answer.get("logprobs") or ()
-        numbers = [entry.get("logprob") if isinstance(entry, dict) else None for entry in entries]
-        if not numbers or not all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers):
+        entries = answer.get("logprobs")
+        if not isinstance(entries, list) or not entries or not all(map(_is_finite, entries)):
             raise Unproven(f"{peer.target} computes numbers that aren't finite")
         answers.append(answer.get("token_ids"))
     if not answers[0]:
         raise Unproven(f"{peer.target} answered a prompt with nothing")
     if answers[0] != answers[1]:
         raise Unproven(f"{peer.target} answered the same prompt with {answers[0]}, then with {answers[1]}")
+
+
+def _is_finite(entry: Any) -> bool:
+    number = entry.get("logprob") if isinstance(entry, dict) else None
+    return isinstance(number, (int, float)) and -math.inf < number < math.inf
 
 
 async def _asked(question: Any) -> dict[str, Any]:
