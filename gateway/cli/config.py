@@ -66,7 +66,12 @@ def show(file: str, as_json: bool) -> None:
         print_json(data)
     else:
         click.echo(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), nl=False)
-    versions = Versions(StateDir(fleet.supervisor.state_dir).versions)
+    _tell_versions(StateDir(fleet.supervisor.state_dir), fleet)
+
+
+def _tell_versions(state: StateDir, fleet: FleetFile) -> None:
+    """Of models that run another version since a rollout, which stays as long as the file says the same."""
+    versions = Versions(state.versions)
     for entry in fleet.models:
         running = versions.of(entry)
         if running is not None and running.version != running.file:
@@ -79,10 +84,14 @@ def show(file: str, as_json: bool) -> None:
 @_state_dir
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def diff(file: str, state_dir: str | None, as_json: bool) -> None:
-    """Say what a fleet file would change about the running fleet, and how; nothing is changed."""
+    """Say what a fleet file would change about the running fleet, and how; nothing is changed.
+
+    On stderr, models that run another version since a rollout, which stays where the file says nothing new.
+    """
     state, fleet = _for_running(file, state_dir)
     plan = ask_plan(state, fleet)
     print_json(plan) if as_json else show_plan(plan)
+    _tell_versions(state, fleet)
 
 
 @config.command()

@@ -70,6 +70,11 @@ async def test_a_day_of_swaps(tmp_path: Path) -> None:
             CliRunner().invoke, pagefleet, ["status", "--state-dir", str(fleet.state.root)]
         )
         assert "m-alt-0" in status.output
+        diff = await asyncio.to_thread(
+            CliRunner().invoke, pagefleet, ["config", "diff", str(tmp_path / "fleet.yaml")]
+        )
+        assert (diff.exit_code, "nothing to change" in diff.stdout) == (0, True), diff.output
+        assert "m: runs ok (max_num_seqs=8) since rollout" in diff.stderr
 
         bad = await operator.swap("start", "m", "--to", "fake/moody", *QUICK)
         assert (bad.exit_code, "rolled_back" in bad.stdout.splitlines()[-1]) == (4, True)
