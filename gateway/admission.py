@@ -11,7 +11,7 @@ from contracts.errors import ApiError, unavailable
 from contracts.units import format_duration
 from gateway.identity.identity import Identity
 from gateway.limits import Granted, Kind, Limiter, MemoryLimiter, Policy, Refused, Scope, Unavailable
-from gateway.limits.estimate import reservation
+from gateway.limits.estimate import explanation, reservation
 from gateway.limits.live import LiveOverrides
 from gateway.limits.overrides import FILE, OverridesFile
 from gateway.limits.rules import SECOND
@@ -123,13 +123,15 @@ class Admission:
         """For a plan with charges. ApiError 429 over a limit, and then nothing was consumed; 503 when limits
         can't be checked and must be."""
         generates = plan.counts_tokens and not path.startswith(_WITHOUT_TOKENS)
-        tokens = reservation(body, embeds=path.startswith(_EMBEDDINGS)) if generates else 0
+        embeds = path.startswith(_EMBEDDINGS)
+        tokens = reservation(body, embeds=embeds) if generates else 0
         answer = await self._limiter.acquire(plan.charges, tokens)
         if isinstance(answer, Granted):
             return answer
         if isinstance(answer, Refused):
             self._refused.inc((answer.over.scope.value,))
-            raise _over_limit(answer)
+            made_of = explanation(body, embeds=embeds) if answer.over.kind is Kind.TOKENS else ""
+            raise _over_limit(answer, made_of)
         raise _unchecked(answer)
 
 
@@ -148,7 +150,7 @@ def _duration(backlog: int) -> bytes:
     return format_duration(backlog / SECOND).encode()
 
 
-def _over_limit(refused: Refused) -> ApiError:
+def _over_limit(refused: Refused, made_of: str) -> ApiError:
     headers: dict[str, str] = {}
     for kind in (Kind.TOKENS, Kind.REQUESTS):
         quotas = [quota for quota in refused.quotas if quota.kind is kind]
@@ -165,7 +167,11 @@ def _over_limit(refused: Refused) -> ApiError:
         headers["retry-after"] = str(max(1, math.ceil(wait)))
         headers["retry-after-ms"] = str(math.ceil(wait * 1000))
     return ApiError(
-        429, refused.message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
+        429,
+        f"{refused.message} {made_of}".rstrip(),
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=headers,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,21 +35,51 @@ def sequences(n: object, prompt: bytes) -> int:
     return answers * _prompt(prompt)[1] if prompt[:1] == b"[" else answers
 
 
+class _Reserved(NamedTuple):
+    """Tokens of the prompts, and of all answers: at their longest if the request says (`stated`)."""
+
+    prompt: int
+    answers: int
+    stated: bool
+
+
 def reservation(body: bytes, *, embeds: bool = False) -> int:
     """Tokens of the prompts, estimated, and of all answers at their longest. `body` is a JSON object.
     `embeds`: it asks for embeddings, which have inputs and no answers."""
+    reserved = _reserved(body, embeds)
+    return reserved.prompt + reserved.answers
+
+
+def explanation(body: bytes, *, embeds: bool = False) -> str:
+    """What `reservation` is made of, and how a client gets it down."""
+    prompt, answers, stated = _reserved(body, embeds)
+    if embeds:
+        return f"Its input counts as about {prompt} tokens: shorten it."
+    if stated:
+        return (
+            f"Its prompt counts as about {prompt} tokens, its max_tokens as {answers}: shorten the prompt "
+            "or lower max_tokens."
+        )
+    return (
+        f"Its prompt counts as about {prompt} tokens, and without max_tokens {answers} are reserved for the "
+        "answer: shorten the prompt or set max_tokens."
+    )
+
+
+def _reserved(body: bytes, embeds: bool) -> _Reserved:
     try:
         sized = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the worker will say what is wrong
-        return USUAL_ANSWER
+        return _Reserved(0, USUAL_ANSWER, False)
     if embeds:
-        return max(1, _prompt(bytes(sized.input))[0])
+        return _Reserved(max(1, _prompt(bytes(sized.input))[0]), 0, False)
     prompt, prompts = _prompt(bytes(sized.prompt))
     limits = (sized.max_tokens, sized.max_completion_tokens, sized.max_output_tokens)
     chat = len(sized.messages) + len(sized.input)
-    answer = next(filter(_is_count, limits), USUAL_ANSWER if chat else COMPLETION)
+    stated = next(filter(_is_count, limits), None)
+    answer = stated or (USUAL_ANSWER if chat else COMPLETION)
     answers = min(sized.n, MAX_ANSWERS) if _is_count(sized.n) else 1
-    return prompt + chat // BYTES_PER_TOKEN + prompts * answers * int(answer)
+    return _Reserved(prompt + chat // BYTES_PER_TOKEN, prompts * answers * int(answer), stated is not None)
 
 
 def _is_count(value: object) -> bool:

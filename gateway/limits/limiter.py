@@ -135,22 +135,24 @@ class Charge:
 
 def _compiled(charge: Charge, gateways: int) -> _Compiled:
     """The rules that are the same for every request, and the one that depends on its tokens."""
-    limit = charge.limit.shared(gateways)
+    whole, limit = charge.limit, charge.limit.shared(gateways)
     stem = f"{{{charge.group}}}:{charge.scope}:{charge.name}:"
     fixed: list[Rule] = []
-    if (rate := limit.requests) is not None:
-        fixed.append(RateRule(stem + Kind.REQUESTS, charge.scope, Kind.REQUESTS, rate, 1, rate.cost(1)))
-    if limit.concurrency is not None:
-        fixed.append(LeaseRule(stem + Kind.CONCURRENCY, charge.scope, limit.concurrency))
-    tokens, whole = limit.tokens, charge.limit.tokens
-    if tokens is None or whole is None:
+    if (rate := limit.requests) is not None and whole.requests is not None:
+        key = stem + Kind.REQUESTS
+        fixed.append(RateRule(key, charge.scope, Kind.REQUESTS, rate, 1, rate.cost(1), whole.requests))
+    if limit.concurrency is not None and whole.concurrency is not None:
+        key = stem + Kind.CONCURRENCY
+        fixed.append(LeaseRule(key, charge.scope, limit.concurrency, whole.concurrency))
+    if limit.tokens is None or whole.tokens is None:
         return tuple(fixed), None
-    key, part, most = stem + Kind.TOKENS, tokens, whole.burst
+    token_key, part, all_tokens = stem + Kind.TOKENS, limit.tokens, whole.tokens
 
     def token_rule(units: int) -> RateRule:
         # What fits the whole limit must pass by one gateway's part too, or it never could.
-        counted = min(units, part.burst) if units <= most else units
-        return RateRule(key, charge.scope, Kind.TOKENS, part, counted, part.cost(counted))
+        counted = min(units, part.burst) if units <= all_tokens.burst else units
+        cost = part.cost(counted)
+        return RateRule(token_key, charge.scope, Kind.TOKENS, part, units, cost, all_tokens)
 
     return tuple(fixed), token_rule
 
@@ -310,7 +312,7 @@ def refusal(rules: Sequence[Rule], values: Sequence[int]) -> Refused:
 def _message(rule: Rule, named: Quota, retry_after: float | None) -> str:
     line = f"Over the {rule.scope}'s limit of {rule}"
     if isinstance(rule, RateRule) and rule.kind is Kind.TOKENS:
-        line += f": the prompt and max_tokens come to {rule.units}, {named.remaining} are left"
+        line += f": the request comes to {rule.units}, {named.remaining} are left"
     if retry_after is None:
-        return line + "; a request of this size never passes: shorten the prompt or lower max_tokens."
+        return line + "; a request of this size never passes."
     return line + f"; try again in {math.ceil(retry_after * 1000) / 1000:g} s."

@@ -72,6 +72,8 @@ class RateRule(NamedTuple):  # made for every request that reserves tokens: a th
     rate: Rate
     units: int
     increment: int
+    whole: Rate
+    """What people set; `rate` is a part of it where gateways can't see each other's counts."""
 
     def words(self, key: str) -> tuple[str | int, ...]:
         """As `limits.lua` reads it."""
@@ -93,9 +95,10 @@ class RateRule(NamedTuple):  # made for every request that reserves tokens: a th
 
     def __str__(self) -> str:
         if self.kind is Kind.TOKENS:
-            return f"{self.rate.amount} tokens a minute"
-        rate = f"{SECOND / self.rate.period:.6g}"
-        return f"{rate} {'request' if rate == '1' else 'requests'} a second (burst {self.rate.burst})"
+            words, part = f"{_count(self.whole.amount, 'token')} a minute", f"{self.rate.amount}"
+        else:
+            words, part = f"{_a_second(self.whole)} (burst {self.whole.burst})", _a_second(self.rate)
+        return _with_part(words, part, self.rate != self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class LeaseRule:
     key: str
     scope: Scope
     limit: int
+    whole: int
+    """What people set; `limit` may be a part of it, as with a RateRule."""
     kind: ClassVar[Kind] = Kind.CONCURRENCY
 
     def words(self, key: str) -> tuple[str | int, ...]:
@@ -121,10 +126,23 @@ class LeaseRule:
         return self.limit, max(0, self.limit - held), ASK_AGAIN if held else 0
 
     def __str__(self) -> str:
-        return f"{self.limit} requests at a time"
+        words = f"{_count(self.whole, 'request')} at a time"
+        return _with_part(words, f"{self.limit}", self.limit != self.whole)
 
 
 Rule = RateRule | LeaseRule
+
+
+def _count(number: int | str, thing: str) -> str:
+    return f"{number} {thing}{'' if str(number) == '1' else 's'}"
+
+
+def _a_second(rate: Rate) -> str:
+    return f"{_count(f'{SECOND / rate.period:.6g}', 'request')} a second"
+
+
+def _with_part(words: str, part: str, parted: bool) -> str:
+    return f"{words}, of which this gateway process counts a part by itself ({part})" if parted else words
 
 
 def bounded(number: int) -> int:

@@ -62,7 +62,7 @@ async def test_leases_that_end_behind_their_renewal_are_freed_behind_it() -> Non
     """Those of one key go together, but not past what would bring one back for half a minute."""
     link = _Slow()
     channel = RedisChannel(link, Owner(), PATIENT, "{k}:probe")
-    rule = LeaseRule("{k}", Scope.USER, 9)
+    rule = LeaseRule("{k}", Scope.USER, 9, 9)
     taken = channel.ask(Operation(["{k}"], ["acquire"], 2, ["0"], (rule,)))
     await until(lambda: len(link.lists) == 1)
     for lease in ("1", "2"):

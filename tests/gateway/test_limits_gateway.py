@@ -249,7 +249,16 @@ async def test_more_than_the_limit_ever_allows_is_said_so(tmp_path: Path) -> Non
     async with tokens(tmp_path, FakeEngine()) as fleet:
         refused = await fleet.post(max_tokens=101)
         assert refused.status_code == 429
-        assert "never passes: shorten the prompt or lower max_tokens" in error_of(refused)["message"]
+        assert error_of(refused)["message"].endswith(
+            "this size never passes. Its prompt counts as about 2 tokens, its max_tokens as 101: shorten the "
+            "prompt or lower max_tokens."
+        )
+        silent = await fleet.post("/v1/chat/completions", messages=[])
+        assert silent.status_code == 429
+        assert (
+            "and without max_tokens 256 are reserved for the answer: shorten the prompt or set max_tokens."
+            in error_of(silent)["message"]
+        )
         assert "retry-after" not in refused.headers
         assert refused.headers["x-should-retry"] == "false"
         assert (await fleet.post(max_tokens=80)).status_code == 200

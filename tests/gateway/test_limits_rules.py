@@ -163,7 +163,43 @@ async def test_reserving_little_gets_nobody_more_than_the_limit(limiter: MemoryL
 async def test_a_request_larger_than_the_limit_has_no_time_to_wait_for(limiter: MemoryLimiter) -> None:
     no = await refused(limiter, ann(tokens_per_minute=600), 601)
     assert no.retry_after is None
-    assert "never passes: shorten the prompt or lower max_tokens" in no.message
+    assert no.message == (
+        "Over the user's limit of 600 tokens a minute: the request comes to 601, 600 are left; a request of "
+        "this size never passes."
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "tokens", "words"),
+    [
+        ({"concurrency": 1}, 0, "1 request at a time;"),
+        (
+            {"concurrency": 3},
+            0,
+            "3 requests at a time, of which this gateway process counts a part by itself (1);",
+        ),
+        (
+            {"tokens_per_minute": 200},
+            500,
+            "200 tokens a minute, of which this gateway process counts a part by itself (100): the request "
+            "comes to 500, 0 are left; a request of this size never passes.",
+        ),
+        (
+            {"qps": 4, "burst": 2},
+            0,
+            "4 requests a second (burst 2), of which this gateway process counts a part by itself (2 "
+            "requests a second);",
+        ),
+    ],
+)
+async def test_whoever_counts_a_part_names_the_whole_limit(
+    limiter: MemoryLimiter, bounds: dict[str, Any], tokens: int, words: str
+) -> None:
+    limiter.gateways = 2
+    charges = ann(**bounds)
+    await granted(limiter, charges, 200 if tokens else 0)
+    no = await refused(limiter, charges, tokens)
+    assert no.message.startswith(f"Over the user's limit of {words}"), no.message
 
 
 async def test_a_negative_number_of_tokens_is_no_credit(limiter: MemoryLimiter) -> None:
