@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import mmap
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.batch import AttentionBatch
 from kernels.rope_cache import rope_and_cache, rope_and_cache_reference
 
-from .cases import TOLERANCES, assert_close, cos_sin, fused_qkv, paged_case
+from .cases import TOLERANCES, Paged, assert_close, cos_sin, fused_qkv, paged_case
 
 Rope = Callable[..., Tensor]
+MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.12 on
 
 
 def check(
@@ -117,6 +121,48 @@ def test_layer_of_a_pool_strided_by_page(rope: Rope) -> None:
     torch.testing.assert_close(pool[:, 1, 0], case.k_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
     torch.testing.assert_close(pool[:, 1, 1], case.v_cache, atol=0, rtol=0, equal_nan=True)
     assert pool[:, [0, 2]].isnan().all()
+
+
+def test_page_offsets_are_64_bit(rope: Rope) -> None:
+    """Pages behind element 2**31 of a pool whose memory is reserved but, elsewhere, never touched."""
+    qkv = fused_qkv(3, 4, 4, 64, torch.float32)
+    case, table = high_case(), cos_sin(256, 64)
+    batch, k_cache, v_cache, written = in_a_large_pool(case)
+    rope_and_cache_reference(*(x.clone() for x in qkv), table, case.batch, case.k_cache, case.v_cache)
+    rope(*qkv, table, batch, k_cache, v_cache)
+    torch.testing.assert_close(written[:, 0], case.k_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
+    torch.testing.assert_close(written[:, 1], case.v_cache, atol=0, rtol=0, equal_nan=True)
+
+
+def test_page_offsets_are_64_bit_on_the_way_of_a_decode(interpreted: SimpleNamespace) -> None:
+    qkv = fused_qkv(3, 4, 4, 64, torch.float32)
+    case, table = high_case(), cos_sin(256, 64)
+    batch, k_cache, v_cache, written = in_a_large_pool(case)
+    rope_and_cache_reference(*(x.clone() for x in qkv), table, case.batch, case.k_cache, case.v_cache)
+    interpreted.attention.rope_and_decode_triton(*qkv, table, batch, k_cache, v_cache, 0.125)
+    torch.testing.assert_close(written[:, 0], case.k_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
+    torch.testing.assert_close(written[:, 1], case.v_cache, atol=0, rtol=0, equal_nan=True)
+
+
+def high_case() -> Paged:
+    return paged_case([9, 200, 1], [1, 1, 1], q_heads=4, kv_heads=4, head_dim=64, page_size=128)
+
+
+def in_a_large_pool(case: Paged) -> tuple[AttentionBatch, Tensor, Tensor, Tensor]:
+    """The step with its pages at the end of a large pool: its batch, keys and values there, and those pages
+    [pages, 2, ..]."""
+    few, *page = case.k_cache.shape
+    page_size, first = page[1], 2**31 // (2 * case.k_cache[0].numel()) + 1
+    elements = 2 * (first + few) * case.k_cache[0].numel()
+    # With as much in front of it: what wraps around fails the test and not the process.
+    size = 4 * (2**31 + elements)
+    reserved = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    pool = torch.frombuffer(reserved, dtype=torch.float32)[2**31 :].view(first + few, 2, *page)
+    assert first * pool.stride(0) > 2**31
+    pool[first:] = torch.stack((case.k_cache, case.v_cache), 1)
+    tables, slots = case.batch.block_tables + first, case.batch.slots + first * page_size
+    batch = dataclasses.replace(case.batch, block_tables=tables, slots=slots, plans={})
+    return batch, pool[:, 0], pool[:, 1], pool[first:]
 
 
 def test_angles_stay_exact_at_position_30000(rope: Rope) -> None:

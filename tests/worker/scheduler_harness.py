@@ -46,6 +46,7 @@ class Harness:
         self.launched: deque[tuple[Step, list[int]]] = deque()
         self.device_tokens: dict[str, list[int]] = {}  # what the device knows, unread tokens included
         self.slots: dict[int, tuple[int, ...]] = {}
+        self.last_of_row: dict[int, tuple[str, int]] = {}  # whose token was sampled there, and its place
         self.numbers = 0
         self.time = 0.0
         self.steps: list[Step] = []
@@ -97,6 +98,9 @@ class Harness:
         for row in step.rows:
             request = row.request
             tokens = self.device_tokens[request.id]
+            end = row.start + row.count
+            if end > len(request.tokens):  # its last token is taken from where the device keeps it
+                assert self.last_of_row[request.row] == (request.id, end), "the token of another sequence"
             for position in range(row.start, row.start + row.count):
                 slot = request.pages[position // PAGE] * PAGE + position % PAGE
                 self.slots[slot] = tuple(tokens[: position + 1])
@@ -106,6 +110,7 @@ class Harness:
             if row.sample:
                 tokens.append(next_token(tokens[: row.start + row.count]))
                 sampled.append(tokens[-1])
+                self.last_of_row[request.row] = (request.id, len(tokens))
         return sampled
 
     def _collect(self, step: Step, sampled: list[int]) -> None:

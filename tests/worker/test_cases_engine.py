@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from contracts.options import WorkerOptions
+from tests.worker.overlapped import overlap_steps
 from tests.worker.random_models import SMALL, write_byte_bpe, write_checkpoint
 from worker import LLM, SamplingParams
 from worker.engine.blocks import PagePool, page_hashes, root_hash
@@ -57,13 +58,16 @@ def assert_same(found: CompletionOutput, expected: CompletionOutput) -> None:
     [{}, {"repetition_penalty": 1.8, "presence_penalty": 2.0, "frequency_penalty": 2.0}],
     ids=["plain", "penalties"],
 )
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one step", "two steps in flight"])
 def test_preemption_over_a_shared_prefix_changes_nothing(
-    llm: LLM, model: str, penalties: dict[str, float]
+    llm: LLM, model: str, overlapped: bool, penalties: dict[str, float]
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=5, **penalties)
     llm.reset_prefix_cache()
     plenty = llm.generate(PROMPTS, params)
     with LLM(model, num_gpu_blocks_override=22, threads=1) as few:
+        if overlapped:
+            overlap_steps(few)
         scarce = few.generate(PROMPTS, params)
         assert few.stats.preemptions > 0
         assert few.check_integrity() == ""

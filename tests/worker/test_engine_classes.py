@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.scheduler_harness import Harness, expected, outputs, prompts
 from worker.engine.classes import MOST_RECLAIMED
-from worker.request import CLASS_AGEING
+from worker.request import AGEING, CLASS_AGEING
 
 HIGH, LOW = 0, 2
 
@@ -84,6 +84,31 @@ def test_batch_work_ends_under_a_flood_of_interactive_requests():
     assert outputs(batch) == expected([1] * 40, 60)
     assert batch.reclaimed <= MOST_RECLAIMED
     harness.run()
+
+
+def test_what_was_preempted_in_a_step_does_not_start_again_in_it():
+    """Two go for one, and the smaller fits again beside it; its last token is still on the device, in the row
+    that it had."""
+    harness = Harness(pages=1 + 60, seqs=16, budget=400, depth=2)
+    harness.add("floor", [9] * 20, 60, level=LOW)
+    large = harness.add("large", [1] * 100, 60, level=LOW, priority=1)
+    harness.time += 1.1 * AGEING  # goes before the large one, once both wait anew
+    small = harness.add("small", [2] * 12, 60, level=LOW)
+    for _ in range(4):
+        harness.step()
+    harness.add("normal", [7] * 80, 60)
+    for _ in range(3):
+        harness.step()
+    assert (small.pending, large.pending, harness.pool.num_free) == (1, 1, 0)
+    urgent = [harness.add("u", [4] * 36, 4, level=HIGH), harness.add("v", [3] * 4, 4, level=HIGH)]
+    started = {row.request for row in harness.step().rows}
+    assert harness.scheduler.preemptions == 2
+    assert started.issuperset(urgent)
+    assert started.isdisjoint([small, large])
+    assert small in {row.request for row in harness.step().rows}
+    harness.run()
+    assert outputs(small) == expected([2] * 12, 60)
+    assert outputs(large) == expected([1] * 100, 60)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -241,6 +241,8 @@ class Scheduler:
         held_back = 0
         while held_back < min(len(self.waiting), MOST_HELD_BACK) and share.tokens > 0:
             request = self.waiting[held_back]
+            if request.in_flight:
+                break  # preempted in this step, and only the device knows its last token, by the row it had
             if prefilling and prefilling[0].turn < request.turn:
                 before = self.preemptions
                 self._continue(prefilling.pop(0), share, rows)
