@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -60,7 +59,7 @@ def main(
     settings = fleet.gateway
     host, port = host or settings.host, settings.port if port is None else port
     try:
-        listener = listen(host, port) if fd is None else socket.socket(fileno=os.dup(fd))
+        listener = listen(host, port) if fd is None else socket.socket(fileno=fd)
     except OSError as error:
         where = f"descriptor {fd}" if fd is not None else f"{host}:{port}"
         click.echo(f"can't listen on {where}: {error.strerror}", err=True)

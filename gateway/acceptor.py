@@ -21,6 +21,7 @@ from gateway.board import Board, Peer
 AHEAD = 1  # connections more than the least busy process that don't count
 WAIT_SECONDS = 0.001  # the shortest that an event loop's timer knows
 EXHAUSTED_SECONDS = 0.5
+CLOSING_SECONDS = 1.0  # in which the queue is emptied, however fast more come
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 log = logging.getLogger(__name__)
@@ -57,12 +58,17 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._ready)
 
     async def close(self) -> None:
-        """Takes no more; what was taken is served."""
+        """Takes what waits at this moment, and then no more; what was taken is served.
+
+        Whoever closes the socket last resets what waits in its queue, and that may be this process.
+        """
         self._loop.remove_reader(self._listener)
         if self._timer is not None:
             self._timer.cancel()
-        if self._opening:
-            await asyncio.wait(self._opening)
+        until = self._loop.time() + CLOSING_SECONDS
+        while (self._loop.time() < until and self._take()) or self._opening:
+            if self._opening:
+                await asyncio.wait(self._opening)
 
     def _ready(self) -> None:
         if self._is_ahead():
@@ -86,17 +92,24 @@ class Acceptor:
 
     def _accept(self) -> bool:
         """Takes one, if none was faster. False when it has to pause, since it can't have any."""
+        self._take()
+        if self._exhausted:
+            self._pause(EXHAUSTED_SECONDS)
+        return not self._exhausted
+
+    def _take(self) -> bool:
+        """Whether there was one, and it could be had."""
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-            return True
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError) as error:
+            self._exhausted = False
+            return not isinstance(error, BlockingIOError)
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
             if not self._exhausted:  # it may last: say it once
                 log.error("no connection can be taken: %s", error.strerror)
             self._exhausted = True
-            self._pause(EXHAUSTED_SECONDS)
             return False
         self._exhausted = False
         connection.setblocking(False)

@@ -77,14 +77,15 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         peers = self._metrics.peers
         await super().startup(sockets=[] if peers else sockets)
-        for listener in (sockets or ()) if peers else ():
-            self._acceptors.append(self._accept_from(listener, peers))
+        self._acceptors = [self._acceptor(listener, peers) for listener in sockets or ()]
+        for acceptor in self._acceptors if peers else ():
+            acceptor.start()
         self._metrics.publish()  # before the first request: who can claim is known to live
         self._beating = asyncio.create_task(self._beat(), name="board")
         if self._notifier.is_used:
             self._reporting = asyncio.create_task(self._report(), name="systemd")
 
-    def _accept_from(self, listener: socket.socket, peers: Sequence[Peer]) -> Acceptor:
+    def _acceptor(self, listener: socket.socket, peers: Sequence[Peer]) -> Acceptor:
         protocol = partial(
             cast(Any, self.config.http_protocol_class),
             config=self.config,
@@ -92,9 +93,7 @@ class GatewayServer(uvicorn.Server):
             app_state=self.lifespan.state,
         )
         connections = self.server_state.connections
-        acceptor = Acceptor(listener, protocol, lambda: len(connections), self._metrics.board, peers)
-        acceptor.start()
-        return acceptor
+        return Acceptor(listener, protocol, lambda: len(connections), self._metrics.board, peers)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._metrics.board.leave()

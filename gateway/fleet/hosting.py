@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import uuid
@@ -16,14 +17,24 @@ from gateway.config import FleetFile
 from gateway.fleet import launch, listen
 from gateway.fleet.backends.base import Backend, Found
 from gateway.fleet.backends.local import LocalBackend
-from gateway.fleet.backends.systemd import LISTENER_FD, Mark, SystemdBackend, end_units, forget, read_mark
+from gateway.fleet.backends.systemd import (
+    CLOSE_PORT,
+    LISTENER_FD,
+    Mark,
+    SystemdBackend,
+    end_units,
+    forget,
+    read_mark,
+)
 from gateway.fleet.commands import Slot
 from gateway.fleet.errors import FleetError, InvalidFleet
 from gateway.fleet.ledger import make_ledger, this_machine
 from gateway.fleet.reaper import boot_id, reap
 from gateway.fleet.statedir import StateDir, write_private
-from gateway.fleet.systemctl import Manager
+from gateway.fleet.systemctl import Manager, SystemdError
 from gateway.fleet.systemd import check_units, memory_limit
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,6 +69,10 @@ class Hosting(Protocol):
     def memory(self, slot: Slot) -> int | None:
         """Bytes that a worker may take of the host's; None: no limit of its own. May take a second."""
 
+    async def close_port(self) -> None:
+        """Gives up the listening socket. The gateways still have it: once each has been told to end, new
+        connections are refused."""
+
     def ended(self) -> None:
         """Every process has been stopped, so nothing is left to a successor."""
 
@@ -74,12 +89,9 @@ class LocalHosting:
     def __init__(self, fleet: FleetFile, state: StateDir) -> None:
         self.parent: int | None = os.getpid()
         self.reaped = 0
+        self.url = ""
         self._fleet = fleet
         self._state = state
-
-    @property
-    def url(self) -> str:
-        return listen.base_url(self._listener)
 
     @property
     def fd(self) -> int:
@@ -95,6 +107,7 @@ class LocalHosting:
         self._state.remove_sockets()
         try:
             with self._listen() as self._listener:
+                self.url = listen.base_url(self._listener)
                 self._state.place_sockets(slots)
                 self._state.place_boards(gateways)
                 yield
@@ -116,6 +129,9 @@ class LocalHosting:
 
     def memory(self, slot: Slot) -> int | None:
         return None
+
+    async def close_port(self) -> None:
+        self._listener.close()
 
     def ended(self) -> None:
         pass
@@ -187,6 +203,12 @@ class SystemdHosting:
             except FleetError:
                 return None
         return self._limits[key]
+
+    async def close_port(self) -> None:
+        try:
+            await self._manager.call(*CLOSE_PORT)
+        except SystemdError as error:
+            log.error("the port stays open until all has ended: %s", error)
 
     def ended(self) -> None:
         self._has_ended = True

@@ -1,7 +1,8 @@
 """The listening socket of all gateway processes: bound before anything starts, and kept over their restarts.
 
 Since it is one, what waits in its queue is taken by whichever process is there, and none of it is reset when
-one ends.
+one ends. When all are to end, the supervisor closes its own first, and each gateway empties the queue before
+it does: the last one closes the port.
 """
 
 from __future__ import annotations

@@ -205,6 +205,8 @@ class Supervisor:
             await units.leave()
             return
         self._stop.set()
+        await units.leave()  # none is started again: it would need the port
+        await self._hosting.close_port()
         await units.shut_down(self._patience)
         await units.end_strangers(self._patience())
         self._hosting.ended()

@@ -7,12 +7,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,10 @@ class Fleet:
             timeout=PATIENCE,
             check=False,
         )
+
+    def is_listening(self) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def ask(self, model: str, tokens: int = 3, **options: Any) -> httpx.Response:
         body = {"model": model, "prompt": "x", "max_tokens": tokens, **options}
@@ -422,7 +428,12 @@ def test_down_ends_everything_also_what_a_supervisor_has_left(fleet: Fleet) -> N
         assert fleet.ask("a").status_code == 200
         if unit_that_ends is not None:
             fleet.manager.call("stop", unit_that_ends)
-        done = fleet.pagefleet("down")
+        with streams(fleet, units["a-0"].generation) as answers, ThreadPoolExecutor() as threads:
+            ending = threads.submit(fleet.pagefleet, "down")
+            fleet.until(lambda: not fleet.is_listening())
+            assert not answers  # they go on, and the port is closed
+            done = ending.result()
+        assert [tokens_of(answer) for answer in answers] == [150, 150]
         assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
         assert not any(psutil.pid_exists(unit.pid or 0) for unit in units.values())
         assert not fleet.state.systemd.exists()

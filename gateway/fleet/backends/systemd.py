@@ -25,6 +25,8 @@ from gateway.fleet.systemctl import CALL_SECONDS, Manager, Properties, SystemdEr
 
 SOCKET_UNIT = "pagefleet-gateway.socket"
 LISTENER_FD = 3  # the first that systemd passes on: the socket unit's
+# By itself: the gateways, which need it to start, would have to end before it.
+CLOSE_PORT = ("stop", "--job-mode=ignore-dependencies", SOCKET_UNIT)
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds; each look is a process of its own
 BEGIN_SECONDS = 30.0  # from the start's order to a process
 GONE_SECONDS = 30.0  # for systemd to answer, once the process has ended
@@ -60,6 +62,7 @@ def end_units(state: StateDir) -> int:
     if mark is None:
         return 0
     manager, ended = Manager(mark.user), 0
+    manager.call_now(*CLOSE_PORT, patience=CALL_SECONDS)
     slots = launch.notes(state.run)
     for role in ROLES:
         names = [unit_name(role, slot) for slot in slots]
