@@ -16,14 +16,6 @@ _PLAIN = {
     "bool_parsing": "must be true or false",
     "string_type": "must be text; put it in quotes",
     "tuple_type": "must be a list",
-    "list_type": "must be a list",
-    "dict_type": "must be a block of keys",
-    "path_type": "must be a path; put it in quotes",
-    "int_parsing_size": "must be a whole number of fewer digits",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-    "too_short": "must have at least {min_length} entries",
-    "too_long": "must have at most {max_length} entries",
     "model_type": "must be a block of keys",
     "model_attributes_type": "must be a block of keys",
     "literal_error": "must be {expected}",
@@ -39,8 +31,6 @@ def describe_value(detail: Mapping[str, Any]) -> str:
     kind, message, value = detail["type"], detail["msg"], detail["input"]
     if kind == "value_error":  # a validator of ours, which names the value
         return str(message).removeprefix("Value error, ")
-    if kind in ("string_too_short", "too_short") and detail["ctx"]["min_length"] == 1:
-        return "must not be empty"
     if kind in _PLAIN:
         message = _PLAIN[kind].format_map(detail.get("ctx", {}))
     if isinstance(value, (str, int, float)):

@@ -117,8 +117,12 @@ def _uncountable(fleet: FleetFile) -> Iterator[tuple[KeyPath, str]]:
     """Limits that this fleet's gateway processes could not count together."""
     gateway = fleet.gateway
     limited = gateway.limits.default.any or any(entry.limits and entry.limits.any for entry in fleet.models)
-    if limited and (problem := gateway.count_apart) is not None:
-        yield ("gateway", "processes"), f"{problem}, or take the limits out"
+    if gateway.processes > 1 and gateway.redis_url is None and limited:
+        yield (
+            ("gateway", "processes"),
+            f"{gateway.processes} processes can't count limits together without Redis; set gateway.redis_url "
+            "or processes: 1, or take the limits out",
+        )
 
 
 def _text(path: Path, data: bytes | None) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -16,15 +14,14 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    ValidationInfo,
-    field_validator,
+    model_validator,
 )
 
 from contracts.options import WorkerOptions
 from contracts.spans import Endpoint
 from contracts.units import ByteSize, Duration
 from gateway.identity.settings import AuthSettings
-from gateway.limits.bounds import Bounds, bounds_of
+from gateway.limits.bounds import bounds_of
 
 
 def _only(allowed: Collection[object], hint: str) -> AfterValidator:
@@ -58,20 +55,6 @@ def _positive(value: float) -> float:
     return value
 
 
-def _host(value: str) -> str:
-    """An address, or what RFC 1123 lets be a name: one whose last part is a number is a mistaken address."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(value)
-        return value
-    labels = value.removesuffix(".").split(".")
-    if len(value) > 253 or labels[-1].isdigit() or not all(map(_LABEL.fullmatch, labels)):
-        raise ValueError(
-            f"{value!r:.100} is neither an IP address nor a host's name; write such as 127.0.0.1, 0.0.0.0, "
-            "::1 or localhost"
-        )
-    return value
-
-
 def _days(value: float) -> float:
     if not 86400 <= value <= 36_500 * 86400:
         raise ValueError("a duration must be from 1d to 36500d")
@@ -87,7 +70,6 @@ def _regex_compiles(value: str) -> str:
     return value
 
 
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 Count = Annotated[int, BeforeValidator(_not_bool)]
 Timeout = Annotated[Duration, AfterValidator(_positive)]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$", max_length=128)]
@@ -105,17 +87,10 @@ class LimitSettings(_Block):
     concurrency: Annotated[Count, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[Count, Field(ge=1)] | None = None
 
-    @field_validator("qps", "burst", "concurrency", "tokens_per_minute")
-    @classmethod
-    def _countable(cls, value: float | None, info: ValidationInfo) -> float | None:
-        """One by one, so that all that is wrong is told; a burst with its rate, unless that is wrong."""
-        if value is None or (info.field_name == "burst" and "qps" not in info.data):
-            return value
-        said: dict[str, Any] = {str(info.field_name): value}
-        if info.field_name == "burst":
-            said["qps"] = info.data["qps"]
-        Bounds(**said).check()
-        return value
+    @model_validator(mode="after")
+    def _consistent(self) -> LimitSettings:
+        bounds_of(self).check()
+        return self
 
     @property
     def any(self) -> bool:
@@ -191,7 +166,7 @@ class AuditSettings(_Block):
 class GatewaySettings(_Block):
     """The gateway's processes, all on one port; 0 takes a free one, which `pagefleet status` shows."""
 
-    host: Annotated[str, Field(min_length=1), AfterValidator(_host)] = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[Count, Field(ge=0, le=65535)] = 8000
     processes: Annotated[Count, Field(ge=1, le=64)] = 1
     redis_url: Annotated[str | None, AfterValidator(_redis_url)] = None
@@ -205,16 +180,6 @@ class GatewaySettings(_Block):
     tracing: TracingSettings = TracingSettings()
     usage: bool = True
     usage_by_hour: Annotated[Duration, AfterValidator(_days)] = 90 * 86400.0
-
-    @property
-    def count_apart(self) -> str | None:
-        """Why its processes can't count limits together, and the way out; None: they can."""
-        if self.processes == 1 or self.redis_url is not None:
-            return None
-        return (
-            f"{self.processes} processes can't count limits together without Redis; set gateway.redis_url "
-            "or processes: 1"
-        )
 
 
 class SupervisorSettings(_Block):

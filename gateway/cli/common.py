@@ -29,8 +29,6 @@ DEFAULT_STATE_DIR = ".pagefleet"
 PATIENCE = 20.0  # seconds for answers that are there at once, unless the machine is busy
 ANSWER_WITHIN = 180.0  # seconds; some questions take a look at the sizes of models
 
-_GIVEN = "pagefleet.fleet"  # in a command's context: what --file holds
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -101,8 +99,7 @@ def _with_state_dir(file_flags: tuple[str, ...], command: Callable[P, None]) -> 
         if file is not None and given is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError("give --file or --state-dir, not both")
         if file is not None:
-            fleet = click.get_current_context().meta[_GIVEN] = read_fleet(file)
-            root = fleet.supervisor.state_dir
+            root = read_fleet(file).supervisor.state_dir
         else:
             root = Path(state_dir or DEFAULT_STATE_DIR).expanduser()
         command(*args, state=StateDir(root), **kwargs)  # type: ignore[arg-type]
@@ -224,31 +221,13 @@ def call_supervisor(state: StateDir, method: str, path: str, kind: type[T], cont
         fail(f"the supervisor in {state.root} answered in a way this version doesn't understand")
 
 
-def given_fleet() -> FleetFile | None:
-    """The fleet file that the command was given by --file."""
-    context = click.get_current_context(silent=True)
-    return None if context is None else context.meta.get(_GIVEN)
-
-
-def last_fleet(state: StateDir) -> FleetFile | None:
-    """The fleet file that the fleet was started with last."""
-    if state.config.exists():
-        with contextlib.suppress(ConfigError):  # of another version, perhaps
-            return load_fleet(state.config, check_sources=False)
-    return None
-
-
 def fleet_names(state: StateDir) -> list[str]:
-    """All names that requests may use, also those of a fleet that is down, or is yet to come up; none where
-    that isn't known."""
-    names: list[str] = []
-    with contextlib.suppress(OSError, ValueError):
-        for model in read_routes(state.routes).models.values():
-            names += (model.model, *model.aliases)
-    for fleet in (last_fleet(state), given_fleet()):
-        for entry in fleet.models if fleet is not None else ():
-            names += (entry.name, *entry.aliases)
-    return list(dict.fromkeys(names))
+    """All names that requests may use, also those of a fleet that is down; none where that isn't known."""
+    try:
+        routes = read_routes(state.routes).models.values()
+    except (OSError, ValueError):
+        return []
+    return [name for model in routes for name in (model.model, *model.aliases)]
 
 
 def warn_about_models(state: StateDir, models: Iterable[str]) -> None:

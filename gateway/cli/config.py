@@ -12,7 +12,6 @@ import yaml
 
 from gateway.cli import reconfigure
 from gateway.cli.common import DurationParam, count_of, print_json, read_fleet, require_fleet
-from gateway.cli.known_limits import warn
 from gateway.cli.reconfigure import apply_fleet, ask_plan, show_plan, wanted_fleet
 from gateway.cli.swap_display import describe_version
 from gateway.cli.swap_options import StepsParam, refuse_bad
@@ -44,7 +43,8 @@ def check(file: str, as_json: bool) -> None:
         print_json({"ok": not problems, "problems": problems})
         sys.exit(EXIT_INVALID if problems else 0)
     fleet = read_fleet(file)
-    warn(fleet, StateDir(fleet.supervisor.state_dir))
+    for warning in fleet.warnings():
+        click.echo(f"warning: {warning}", err=True)
     click.echo(f"{file}: ok, {count_of(len(fleet.models), 'model')}")
 
 
@@ -133,8 +133,9 @@ def apply(file: str, state_dir: str | None, dry_run: bool, as_json: bool, **opti
 def _for_running(file: str, state_dir: str | None) -> tuple[StateDir, FleetFile]:
     """The fleet that is meant, which must be up, and the file for it."""
     fleet = read_fleet(file, "; nothing was changed")
+    for warning in fleet.warnings():
+        click.echo(f"warning: {warning}", err=True)
     state = StateDir(Path(state_dir).expanduser() if state_dir else fleet.supervisor.state_dir)
-    warn(fleet, state)
     return state, wanted_fleet(fleet, require_fleet(state))
 
 

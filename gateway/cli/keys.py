@@ -16,17 +16,15 @@ from rich.text import Text
 from contracts.units import parse_duration
 from gateway.cli.common import count_of, fail, print_json, warn_about_models, which_fleet
 from gateway.cli.display import make_console
-from gateway.cli.known_limits import KnownLimits, Subject, checked, forget_ended_keys, known_limits
-from gateway.cli.limits import limit_options
+from gateway.cli.known_limits import forget_ended_keys
 from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, InvalidFleet
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable, utc
-from gateway.identity.identity import KeyLimits, Priority
+from gateway.identity.identity import MAX_COUNT, MAX_QPS, MIN_QPS, KeyLimits, Priority
 from gateway.identity.keyring import POLL_EVERY
 from gateway.identity.record import KeyRecord
 from gateway.identity.secret import id_of
 from gateway.identity.store import KEYS_FILE, KeyStore
-from gateway.limits.bounds import NONE, Bounds, bounds_of
 from gateway.limits.overrides import FILE, OverridesFile, OverridesUnusable, subject
 
 _STYLES = {"active": "green", "expired": "dim", "revoked": "red"}
@@ -79,7 +77,12 @@ def keys() -> None:
 @click.option("--name", default="", help="What the key is for.")
 @click.option("--model", "models", multiple=True, help="A model it may use; may be repeated.  [default: all]")
 @click.option("--priority", type=click.Choice(get_args(Priority)), default="normal", show_default=True)
-@limit_options
+@click.option("--qps", type=click.FloatRange(MIN_QPS, MAX_QPS), help="Requests per second.")
+@click.option("--burst", type=click.IntRange(1, MAX_COUNT), help="Requests at once.")
+@click.option("--concurrency", type=click.IntRange(1, MAX_COUNT), help="Requests in flight.")
+@click.option(
+    "--tokens-per-minute", type=click.IntRange(1, MAX_COUNT), help="Tokens of prompts and answers per minute."
+)
 @click.option("--expires", callback=_moment, metavar="WHEN", help="90d, or a date (UTC).  [default: never]")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def create(
@@ -88,12 +91,15 @@ def create(
     name: str,
     models: tuple[str, ...],
     priority: Priority,
+    qps: float | None,
+    burst: int | None,
+    concurrency: int | None,
+    tokens_per_minute: int | None,
     expires: float | None,
     as_json: bool,
-    **numbers: Any,
 ) -> None:
     """Make a key and print it, once; all else goes to stderr."""
-    limits = _key_limits(state, numbers)
+    limits = KeyLimits(qps, burst, concurrency, tokens_per_minute)
     warn_about_models(state, models)
     with _store(state, create=True) as store:
         record, key = store.create(
@@ -108,24 +114,6 @@ def create(
     )
 
 
-def _key_limits(state: StateDir, numbers: dict[str, Any]) -> KeyLimits:
-    """By the same rules as for `pagefleet limits set`."""
-    for name, value in numbers.items():
-        if value == NONE:
-            flag = "--" + name.replace("_", "-")
-            fail(
-                f"{flag} none is for `pagefleet limits set key ID`, which so takes the default away; leave "
-                f"{flag} out here",
-                EXIT_INVALID,
-            )
-    limits = KeyLimits(**numbers)
-    bounds = bounds_of(limits)
-    if bounds:
-        checked(bounds)
-        known_limits(state).refuse_uncounted(bounds)
-    return limits
-
-
 @keys.command("list")
 @which_fleet("-f", "--file")
 @click.option("-a", "--all", "everything", is_flag=True, help="Also revoked and expired keys.")
@@ -138,12 +126,11 @@ def list_keys(state: StateDir, everything: bool, as_json: bool) -> None:
         with _store(state) as store:
             records = store.records()
     shown = [record for record in records if everything or record.state(now) == "active"]
-    known = _holding(state)
     if as_json:
-        print_json([_shown(record, known) for record in shown])
+        print_json([_shown(record) for record in shown])
         return
     if shown:
-        make_console().print(_table(shown, now, known))
+        make_console().print(_table(shown, now))
     elif records:
         click.echo(f"no active key; --all shows {count_of(len(records), 'other one')}")
     else:
@@ -158,16 +145,14 @@ def show(state: StateDir, key: str, as_json: bool) -> None:
     """Show one key: all but its secret, which nobody has."""
     with _store(state) as store:
         record = store.get(key)
-    known = _holding(state)
-    shown = _shown(record, known)
     if as_json:
-        print_json(shown)
+        print_json(_shown(record))
         return
-    for field, value in shown.items():
-        if field in ("created", "expires", "revoked", "limits_set") and value is not None:
+    for field, value in _shown(record).items():
+        if field in ("created", "expires", "revoked") and value is not None:
             value = utc(value)
         elif field == "limits":
-            value = str(_limits(record, known))
+            value = _limits(record.limits)
         elif field == "models":
             value = _models(record)
         click.echo(f"{field:<13} {'-' if value in (None, '') else value}")
@@ -206,8 +191,7 @@ def rotate(state: StateDir, key: str, grace: float, expires: float | None, as_js
         forget_ended_keys(state, store.records())
     _until_seen()
     if as_json:
-        known = _holding(state)
-        print_json({**_shown(new, known), "key": secret, "old": _shown(old, known)})
+        print_json({**_shown(new), "key": secret, "old": _shown(old)})
         return
     click.echo(secret)
     click.echo(f"key {new.id} of {new.user}, {_end(new)}; it is not shown again", err=True)
@@ -255,23 +239,9 @@ def _store(state: StateDir, create: bool = False) -> Iterator[KeyStore]:
         fail(str(error), EXIT_FAILED)
 
 
-def _holding(state: StateDir) -> KnownLimits | None:
-    """What was set for keys since they were made; None, and a warning, when that can't be read."""
-    try:
-        return KnownLimits(state)
-    except (OverridesUnusable, StoreUnusable) as error:
-        click.echo(f"warning: limits are those that keys were made with: {error}", err=True)
-        return None
-
-
-def _shown(record: KeyRecord, known: KnownLimits | None = None) -> dict[str, Any]:
-    """A key as JSON: `models` null for all, times in Unix seconds; `limits` that hold now, and when some of
-    them were set, if that was later."""
-    shown = {**msgspec.to_builtins(record), "state": record.state(time.time()), "limits_set": None}
-    if known is not None:
-        shown["limits"] = msgspec.to_builtins(_limits(record, known))
-        shown["limits_set"] = known.set_at(Subject("key", record.id))
-    return shown
+def _shown(record: KeyRecord) -> dict[str, Any]:
+    """A key as JSON: `models` null for all, times in Unix seconds."""
+    return {**msgspec.to_builtins(record), "state": record.state(time.time())}
 
 
 def _end(record: KeyRecord) -> str:
@@ -282,20 +252,15 @@ def _end(record: KeyRecord) -> str:
     return f"{'expired' if record.state(time.time()) == 'expired' else 'expires'} at {utc(record.expires)}"
 
 
-def _limits(record: KeyRecord, known: KnownLimits | None) -> Bounds:
-    return bounds_of(record.limits) if known is None else known.effective(Subject("key", record.id))
-
-
-def _limits_cell(record: KeyRecord, known: KnownLimits | None) -> str:
-    set_at = known.set_at(Subject("key", record.id)) if known is not None else None
-    return f"{_limits(record, known)}{'' if set_at is None else f' (set {utc(set_at)})'}"
+def _limits(limits: KeyLimits) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in msgspec.to_builtins(limits).items()) or "-"
 
 
 def _models(record: KeyRecord) -> str:
     return "all" if record.models is None else ", ".join(record.models)
 
 
-def _table(records: list[KeyRecord], now: float, known: KnownLimits | None) -> Table:
+def _table(records: list[KeyRecord], now: float) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("ID", "USER", "NAME", "MODELS", "PRIORITY", "LIMITS", "CREATED", "EXPIRES", "STATE"):
         table.add_column(column)
@@ -307,7 +272,7 @@ def _table(records: list[KeyRecord], now: float, known: KnownLimits | None) -> T
             Text(record.name),
             Text(_models(record)),
             record.priority,
-            Text(_limits_cell(record, known)),
+            Text(_limits(record.limits)),
             utc(record.created),
             "never" if record.expires is None else utc(record.expires),
             Text(state, style=_STYLES[state]),

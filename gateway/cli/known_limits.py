@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import click
 from msgspec import UNSET
 
-from gateway.cli.common import fail, given_fleet, last_fleet
-from gateway.config import FleetFile
+from gateway.cli.common import fail
+from gateway.config import ConfigError, FleetFile, load_fleet
 from gateway.fleet.errors import EXIT_FAILED, EXIT_INVALID, no_such_model
 from gateway.fleet.statedir import StateDir
 from gateway.identity.errors import KeyRefused, StoreUnusable
@@ -23,7 +24,6 @@ from gateway.limits.bounds import FIELDS, Bounds, bounds_of
 from gateway.limits.overrides import DEFAULT, FILE, KINDS, Entry, OverridesFile, OverridesUnusable, subject
 from gateway.limits.table import LimitTable
 
-_NAMED = 5  # in a warning about many
 _NO_SETTINGS = KeyLimits()  # a fleet file that is not known says nothing
 
 
@@ -38,12 +38,12 @@ class Subject(NamedTuple):
 
 
 class KnownLimits:
-    """What the state directory tells: limits of the fleet file (the running one's, or that which was given),
-    of keys, and those that were set. OverridesUnusable or StoreUnusable when those can't be read."""
+    """What the state directory tells: limits of the fleet file (once the fleet has been up), of keys, and
+    those that were set."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
-        self._fleet = last_fleet(state) or given_fleet()
+        self._fleet = _fleet(state.config)
         self.has_file = self._fleet is not None
         self._keys = _key_records(state.root / KEYS_FILE)
         default = self._fleet.gateway.limits.default if self._fleet else _NO_SETTINGS
@@ -51,7 +51,10 @@ class KnownLimits:
         self._models = models
         self._table = LimitTable(default, models)
         self._default = default
-        self.use(OverridesFile(state.root / FILE).read())
+        try:
+            self.use(OverridesFile(state.root / FILE).read())
+        except OverridesUnusable as error:
+            fail(str(error))
 
     def use(self, entries: dict[str, Entry]) -> None:
         self.entries = entries
@@ -84,26 +87,6 @@ class KnownLimits:
                 EXIT_INVALID,
             )
         return key_id
-
-    def refuse_uncounted(self, bounds: Bounds) -> None:
-        """Ends the command with code 2 for a limit that this fleet's gateway processes can't count together,
-        as the fleet file's are refused."""
-        fleet = given_fleet() or self._fleet
-        if fleet is not None and bounds.limit().bounds_anything and (why := fleet.gateway.count_apart):
-            fail(f"gateway.processes: {why}", EXIT_INVALID)
-
-    def set_at(self, whose: Subject) -> float | None:
-        """When something was set, if it holds still: Unix time."""
-        entry = self.entries.get(subject(*whose))
-        return entry.at / 1e6 if entry is not None and entry.bounds else None
-
-    def bounding(self) -> list[Subject]:
-        """Whose limits, of keys or set while running, bound anything."""
-        return [
-            whose
-            for whose in self.subjects()
-            if (whose.kind == "key" or self.set_for(whose)) and self.effective(whose).limit().bounds_anything
-        ]
 
     def refuse_ended(self, whose: Subject) -> None:
         """Ends the command with code 2 for a key that nobody can use any more."""
@@ -172,49 +155,6 @@ class KnownLimits:
         }
 
 
-def known_limits(state: StateDir) -> KnownLimits:
-    """Ends the command when they can't be read."""
-    try:
-        return KnownLimits(state)
-    except (OverridesUnusable, StoreUnusable) as error:
-        fail(str(error), EXIT_FAILED)
-
-
-def checked(bounds: Bounds) -> None:
-    """Ends the command with code 2, naming field and bound, for limits that nothing could be checked
-    against."""
-    try:
-        bounds.check()
-    except ValueError as error:
-        fail(str(error), EXIT_INVALID)
-
-
-def warn(fleet: FleetFile, state: StateDir) -> None:
-    """Says what of a valid fleet file has no effect, and which limits its state directory has in vain."""
-    for warning in [*fleet.warnings(), *_uncounted(fleet, state)]:
-        click.echo(f"warning: {warning}", err=True)
-
-
-def _uncounted(fleet: FleetFile, state: StateDir) -> list[str]:
-    """Of limits, of keys or set while running, that this fleet's processes won't count together."""
-    why = fleet.gateway.count_apart
-    if why is None or not state.root.exists():
-        return []
-    try:
-        whose = KnownLimits(state).bounding()
-    except (OverridesUnusable, StoreUnusable):  # which the gateways tell, and go on
-        return []
-    if not whose:
-        return []
-    names = ", ".join(map(str, whose[:_NAMED])) + (
-        f" and {len(whose) - _NAMED} more" if len(whose) > _NAMED else ""
-    )
-    return [
-        f"gateway.processes: {why}; until then each counts by itself its part of the limits of "
-        f"{names}, so that now more passes and now less; `pagefleet limits get` shows them"
-    ]
-
-
 def forget_ended_keys(state: StateDir, records: Iterable[KeyRecord]) -> None:
     """Unsets, for good and on every gateway, the limits of those that were revoked or have expired.
 
@@ -232,8 +172,20 @@ def _ended(records: Iterable[KeyRecord]) -> Iterator[str]:
     return (record.id for record in records if record.state(now) != "active")
 
 
+def _fleet(path: Path) -> FleetFile | None:
+    """The file that the fleet was started with last."""
+    if not path.exists():
+        return None
+    with contextlib.suppress(ConfigError):  # of another version, perhaps
+        return load_fleet(path, check_sources=False)
+    return None
+
+
 def _key_records(path: Path) -> dict[str, KeyRecord]:
     if not path.exists():
         return {}
-    with KeyStore(path) as store:
-        return {record.id: record for record in store.records()}
+    try:
+        with KeyStore(path) as store:
+            return {record.id: record for record in store.records()}
+    except StoreUnusable as error:
+        fail(str(error), EXIT_FAILED)

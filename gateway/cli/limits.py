@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gateway.cli.common import fail, print_json, which_fleet
 from gateway.cli.display import make_console
-from gateway.cli.known_limits import KnownLimits, Subject, checked, known_limits
+from gateway.cli.known_limits import KnownLimits, Subject
 from gateway.fleet.errors import EXIT_INVALID, InvalidFleet
 from gateway.fleet.statedir import StateDir
 from gateway.limits.bounds import FIELDS, NONE, Bounds
@@ -48,8 +48,7 @@ _OPTIONS: dict[str, tuple[type[int] | type[float], str]] = {
 }
 
 
-def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """An option for each of FIELDS: a number, NONE, or None where it isn't given."""
+def _numbers(command: Callable[..., None]) -> Callable[..., None]:
     for name in reversed(FIELDS):
         number, text = _OPTIONS[name]
         flag = "--" + name.replace("_", "-")
@@ -80,7 +79,7 @@ def limits() -> None:
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def get(state: StateDir, kind: str | None, name: str | None, as_json: bool) -> None:
     """Show limits: of one user, key or model, the default, or all there are."""
-    known = known_limits(state)
+    known = KnownLimits(state)
     if kind is not None:
         subjects = [known.subject(kind, name)]
     else:
@@ -100,7 +99,7 @@ def get(state: StateDir, kind: str | None, name: str | None, as_json: bool) -> N
 @click.argument("kind", type=click.Choice(KINDS))
 @click.argument("name", required=False)
 @which_fleet("-f", "--file")
-@limit_options
+@_numbers
 @click.option("--dry-run", is_flag=True, help="Only say what would hold.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def set_limits(
@@ -112,15 +111,14 @@ def set_limits(
     }
     if not given:
         fail("what limit? give --qps, --burst, --concurrency or --tokens-per-minute", EXIT_INVALID)
-    known = known_limits(state)
+    known = KnownLimits(state)
     whose = known.subject(kind, name)
     known.refuse_ended(whose)
     before = known.set_for(whose)
     bounds = msgspec.structs.replace(before, **given)
     if "qps" in given and "burst" not in given:
         bounds = msgspec.structs.replace(bounds, burst=UNSET)  # it was the old rate's
-    checked(bounds)
-    known.refuse_uncounted(bounds)
+    _check(bounds)
     _change(state, known, whose, bounds, dry_run, as_json)
 
 
@@ -136,13 +134,20 @@ def unset(state: StateDir, kind: str, name: str | None, dry_run: bool, as_json: 
 
     With --qps the burst goes too: it was that rate's.
     """
-    known = known_limits(state)
+    known = KnownLimits(state)
     whose = known.subject(kind, name)
     named = [field for field, chosen in fields.items() if chosen] or list(FIELDS)
     if "qps" in named:
         named.append("burst")
     bounds = msgspec.structs.replace(known.set_for(whose), **dict.fromkeys(named, UNSET))
     _change(state, known, whose, bounds, dry_run, as_json)
+
+
+def _check(bounds: Bounds) -> None:
+    try:
+        bounds.check()
+    except ValueError as error:
+        fail(str(error), EXIT_INVALID)
 
 
 def _change(

@@ -16,7 +16,6 @@ import click
 from contracts.notify import Notifier
 from gateway.cli.common import Silent, ask_if_it_answers, fail, print_json, read_fleet
 from gateway.cli.display import SETTLED, Display
-from gateway.cli.known_limits import warn
 from gateway.cli.reconfigure import change_instead
 from gateway.config import FleetFile
 from gateway.fleet.admin import FleetStatus
@@ -44,8 +43,9 @@ def up(file: str, detach: bool, dry_run: bool, as_json: bool, detached: bool) ->
     it, as by `pagefleet config apply`, unless that takes a model away.
     """
     fleet = read_fleet(file, "; nothing was started")
+    for warning in fleet.warnings():
+        click.echo(f"warning: {warning}", err=True)
     state = StateDir(fleet.supervisor.state_dir)
-    warn(fleet, state)
     if dry_run:
         _print_commands(fleet, as_json)
     elif not detached and (running := _running(state)) is not None:

@@ -11,14 +11,15 @@ from contracts.errors import model_not_found
 MAX_USER = 512  # characters
 
 Priority = Literal["high", "normal", "low"]
-_Count = Annotated[int, msgspec.Meta(ge=1, le=10**13)]
+MIN_QPS, MAX_QPS = 0.001, 1e6
+MAX_COUNT = 10**12
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A key's own limits; None leaves a limit to the defaults. What people may set is narrower:
-    `gateway.limits.bounds`."""
+    """A key's own limits; None leaves a limit to the defaults."""
 
-    qps: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    qps: Annotated[float, msgspec.Meta(ge=MIN_QPS, le=MAX_QPS)] | None = None
     burst: _Count | None = None
     concurrency: _Count | None = None
     tokens_per_minute: _Count | None = None

@@ -16,7 +16,6 @@ Policy = Literal["local", "open", "closed"]
 
 LONGEST_BURST_S = 31 * 86400
 MOST_TOKENS = 10**9  # a minute
-MOST_AT_ONCE = 10**12
 _TOKENS = Kind.TOKENS  # to look up a member takes as long as all else that `settle` does
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,80}")
 
@@ -44,8 +43,6 @@ class Limit:
             raise ValueError("burst has a meaning only beside qps; set qps too or leave burst out")
         if self.concurrency is not None and self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, not {self.concurrency}")
-        if self.concurrency is not None and self.concurrency > MOST_AT_ONCE:
-            raise ValueError(f"concurrency must be at most 10^12, not {self.concurrency}")
         if self.tokens_per_minute is not None:
             if not 1 <= self.tokens_per_minute <= MOST_TOKENS:
                 raise ValueError(f"tokens_per_minute must be from 1 to 10^9, not {self.tokens_per_minute}")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import load_fleet
 from tests.gateway.fleet_files import GOOD, problems, write
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -112,31 +111,16 @@ CASES = {
     ),
     "a burst without a rate": (
         "gateway:\n  limits:\n    default: {burst: 5}\n" + GOOD,
-        ":3: gateway.limits.default.burst: burst has a meaning only beside qps; set qps too or leave burst "
-        "out",
+        ":3: gateway.limits.default: burst has a meaning only beside qps; set qps too or leave burst out",
     ),
     "a burst that never comes back": (
         "models: [{name: a, source: org/name, limits: {qps: 0.001, burst: 100000}}]\n",
-        ":1: models[0].limits.burst: burst 100000 at qps 0.001 takes over 31 days to come back; raise qps or "
-        "lower burst",
+        ":1: models[0].limits: burst 100000 at qps 0.001 takes over 31 days to come back; raise qps or lower "
+        "burst",
     ),
     "tokens": (
         "gateway:\n  limits: {default: {tokens_per_minute: 1e12}}\n" + GOOD,
         ":2: gateway.limits.default.tokens_per_minute: must be a whole number, not '1e12'",
-    ),
-    "an address that can't be one": (
-        "gateway: {host: 999.1.1.1}\n" + GOOD,
-        ":1: gateway.host: '999.1.1.1' is neither an IP address nor a host's name; write such as 127.0.0.1, "
-        "0.0.0.0, ::1 or localhost",
-    ),
-    "an address with its port": (
-        "gateway: {host: '127.0.0.1:8000'}\n" + GOOD,
-        ":1: gateway.host: '127.0.0.1:8000' is neither an IP address nor a host's name",
-    ),
-    "no source": ("models: [{name: a, source: ''}]\n", ":1: models[0].source: must not be empty"),
-    "no algorithms": (
-        "gateway: {auth: {mode: oidc, issuer: 'https://a.b', audience: c, algorithms: []}}\n" + GOOD,
-        ":1: gateway.auth.algorithms: must not be empty",
     ),
     "processes that can't count together": (
         "gateway:\n  processes: 3\n  limits: {default: {qps: 5}}\n" + GOOD,
@@ -228,29 +212,6 @@ def test_one_problem(case: str, tmp_path: Path) -> None:
     (problem,) = problems(write(tmp_path, text))
     assert expected in problem
     assert "secret" not in problem
-
-
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "fe80::1%eth0", "localhost", "gpu-7.example.org", "node_1"]
-)
-def test_hosts(tmp_path: Path, host: str) -> None:
-    assert load_fleet(write(tmp_path, f"gateway: {{host: '{host}'}}\n" + GOOD)).gateway.host == host
-
-
-def test_each_limit_of_a_block_is_told(tmp_path: Path) -> None:
-    block = "{burst: 3, qps: -1, concurrency: 0, tokens_per_minute: 2000000000}"
-    assert problems(write(tmp_path, f"gateway: {{limits: {{default: {block}}}}}\n" + GOOD)) == [
-        ":1: gateway.limits.default.qps: must be above 0, not -1",
-        ":1: gateway.limits.default.concurrency: must be at least 1, not 0",
-        ":1: gateway.limits.default.tokens_per_minute: tokens_per_minute must be from 1 to 10^9, not "
-        "2000000000",
-    ]
-    block = "{burst: 3, tokens_per_minute: 2000000000}"
-    found = problems(write(tmp_path, f"models: [{{name: a, source: o/n, limits: {block}}}]\n"))
-    assert [line.split(":")[2].strip() for line in found] == [
-        "models[0].limits.burst",
-        "models[0].limits.tokens_per_minute",
-    ]
 
 
 def test_an_expanding_document_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -220,89 +219,3 @@ def test_a_key_is_revoked_though_limits_cant_be_read(state: StateDir) -> None:
     result = keys("revoke", key_id)
     assert f"key {key_id} of ann: revoked at" in result.stdout
     assert "limits of keys that have ended stay for now" in result.stderr
-
-
-# --- several gateway processes that can't count together
-
-
-APART = "2 processes can't count limits together without Redis; set gateway.redis_url or processes: 1"
-
-
-def apart(state: StateDir, **gateway: Any) -> str:
-    """A fleet of two gateway processes, which has been up; its file."""
-    models = [{"name": "m", "source": "o/n"}]
-    fleet = {"gateway": {"processes": 2, **gateway}, "models": models}
-    state.config.write_text(json.dumps(fleet))
-    path = state.root.parent / "fleet.json"
-    path.write_text(json.dumps(fleet))
-    return str(path)
-
-
-def test_limits_that_processes_would_count_apart_are_refused(state: StateDir) -> None:
-    file = apart(state)
-    assert APART in invoke("set", "user", "ann", "--qps", "5", code=2).stderr
-    assert APART in invoke("set", "default", "--concurrency", "1", "--dry-run", code=2).stderr
-    create = ["keys", "create", "--user", "ann", "--tokens-per-minute", "200"]
-    for more in ([], ["-f", file]):
-        result = CliRunner().invoke(main, [*create, *more])
-        assert result.exit_code == 2
-        assert APART in result.stderr
-    assert not (state.root / KEYS_FILE).exists()
-    assert stored(state) == {}
-    # What bounds nothing may be said, and so may everything where Redis counts.
-    invoke("set", "default", "--qps", "none")
-    keys("create", "--user", "ann")
-    file = apart(state, redis_url="redis://127.0.0.1/0")
-    keys("create", "--user", "ann", "--qps", "1", "-f", file)
-    invoke("set", "user", "ann", "--qps", "5")
-
-
-def test_a_fleet_that_is_yet_to_come_up_is_known_by_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "fleet.json"
-    path.write_text(json.dumps({"gateway": {"processes": 2}, "models": [{"name": "m", "source": "o/n"}]}))
-    create = ["keys", "create", "--user", "ann", "-f", str(path)]
-    assert APART in CliRunner().invoke(main, [*create, "--qps", "1"]).stderr
-    assert "the fleet has no model 'nosuch'; it has m" in keys(*create[1:], "--model", "nosuch").stderr
-    assert "warning" not in keys(*create[1:], "--model", "m").stderr
-
-
-def test_limits_from_before_are_warned_about(state: StateDir) -> None:
-    limited, free = made_key(state, concurrency=1), made_key(state, concurrency=2)
-    made_key(state)
-    invoke("set", "user", "ann", "--qps", "5")
-    invoke("set", "key", free, "--concurrency", "none")
-    file = apart(state)
-    for command in (["config", "check", file], ["up", file, "--dry-run"]):
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 0, result.output
-        (line,) = result.stderr.splitlines()
-        assert line.startswith(f"warning: gateway.processes: {APART}; until then each counts by itself")
-        assert f"the limits of user ann, key {limited}, so that" in line
-    (state.root / FILE).write_text("{")  # spoilt: that is no reason not to start
-    assert CliRunner().invoke(main, ["up", file, "--dry-run"]).exit_code == 0
-    for path in (apart(state, redis_url="redis://127.0.0.1/0"), apart(state, processes=1)):
-        assert "can't count" not in CliRunner().invoke(main, ["config", "check", path]).stderr
-
-
-def test_keys_show_the_limits_that_hold_now(state: StateDir) -> None:
-    key_id = made_key(state, tokens_per_minute=2_000_000)
-    assert "tokens_per_minute 2000000\n" in keys("show", key_id).stdout
-    invoke("set", "key", key_id, "--qps", "7", "--tokens-per-minute", "none")
-    (row,) = json.loads(keys("list", "--json").stdout)
-    assert row["limits"] == {"qps": 7, "tokens_per_minute": None}
-    assert row["limits_set"] == pytest.approx(time.time(), abs=600)
-    assert json.loads(keys("show", key_id, "--json").stdout) == row
-    shown = dict(line.split(maxsplit=1) for line in keys("show", key_id).stdout.splitlines())
-    assert shown["limits"] == "qps 7, tokens_per_minute none"
-    assert shown["limits_set"].startswith("20")
-    words = " ".join(keys("list").stdout.split())
-    assert "qps 7, tokens_per_minute none (set 20" in words
-    new = json.loads(keys("rotate", key_id, "--json").stdout)
-    assert new["limits"] == row["limits"]
-    (state.root / FILE).write_text("{")
-    result = keys("show", key_id, "--json")
-    assert json.loads(result.stdout)["limits"] == {"tokens_per_minute": 2_000_000}
-    assert "warning: limits are those that keys were made with" in result.stderr
